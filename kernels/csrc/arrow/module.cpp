@@ -1,0 +1,3 @@
+#include <nanobind/nanobind.h>
+
+NB_MODULE(_arrow, m) { m.doc() = "Shoal native kernels: arrow"; }

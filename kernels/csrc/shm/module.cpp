@@ -1,0 +1,3 @@
+#include <nanobind/nanobind.h>
+
+NB_MODULE(_shm, m) { m.doc() = "Shoal native kernels: shm"; }
