@@ -1,0 +1,177 @@
+"""The dense replica: parameters and gradients as views of two flat buffers, and the dense optimizer over them.
+
+Every rank holds the same dense parameters. Their gradients are summed over ranks in rank order over one flat buffer
+whose layout is fixed by the model's parameter order (not DDP: it rebuilds its buckets, so a joiner would differ). One
+flat parameter also makes the optimizer one fused loop instead of one call per tensor; element-wise optimizers give the
+same numbers either way.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shoal.kernels.errors import CheckpointError, ConfigError
+
+#: A function from parameters to an optimizer, for users who bring their own.
+OptimizerFactory = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
+
+_OPTIMIZERS: dict[str, type[torch.optim.Optimizer]] = {
+    "sgd": torch.optim.SGD,
+    "adagrad": torch.optim.Adagrad,
+    "adam": torch.optim.Adam,
+    "adamw": torch.optim.AdamW,
+}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DenseOptimizerSpec:
+    """A dense optimizer by name (sgd, adagrad, adam, adamw) with torch's own keyword arguments."""
+
+    kind: str = "adagrad"
+    lr: float = 0.01
+    options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+    def build(self, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+        """The torch optimizer over ``parameters``; ConfigError names an unknown kind or option."""
+        if self.kind not in _OPTIMIZERS:
+            raise ConfigError(f"dense optimizer {self.kind!r} is unknown; use one of {', '.join(sorted(_OPTIMIZERS))}")
+        try:
+            return _OPTIMIZERS[self.kind](parameters, lr=self.lr, fused=True, **self.options)  # type: ignore[call-arg]
+        except TypeError as error:
+            raise ConfigError(f"dense optimizer {self.kind!r}: {error}") from error
+
+
+class DenseReplica:
+    """Dense parameters of ``model`` (all that remain once its collections are attached) on this rank.
+
+    Args:
+        model: its floating point parameters are re-pointed into one flat float32 buffer, in ``named_parameters`` order.
+        optimizer: a DenseOptimizerSpec, or a factory called with the model's own parameters (then the optimizer walks
+            them one by one; gradients are flat all the same).
+    """
+
+    def __init__(self, model: nn.Module, optimizer: DenseOptimizerSpec | OptimizerFactory) -> None:
+        self.model = model
+        self._named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+        for name, parameter in self._named:
+            if parameter.dtype != torch.float32:
+                raise ConfigError(f"dense parameter {name!r} is {parameter.dtype}; dense parameters are float32")
+        total = sum(p.numel() for _, p in self._named)
+        self.flat = torch.empty(total)
+        self.grad = torch.zeros(total)
+        self._ranges: dict[str, tuple[int, int]] = {}
+        offset = 0
+        for name, parameter in self._named:
+            end = offset + parameter.numel()
+            self.flat[offset:end] = parameter.detach().reshape(-1)
+            parameter.data = self.flat[offset:end].view_as(parameter)
+            parameter.grad = self.grad[offset:end].view_as(parameter)
+            self._ranges[name] = (offset, end)
+            offset = end
+        self._flat_parameter: nn.Parameter | None = None
+        self.optimizer: torch.optim.Optimizer | None = None
+        if total and isinstance(optimizer, DenseOptimizerSpec):
+            self._flat_parameter = nn.Parameter(self.flat)
+            self._flat_parameter.grad = self.grad
+            self.optimizer = optimizer.build([self._flat_parameter])
+        elif total:
+            self.optimizer = optimizer([p for _, p in self._named])  # type: ignore[operator]
+
+    @property
+    def num_parameters(self) -> int:
+        return self.flat.numel()
+
+    def zero_grad(self) -> None:
+        """Set all gradients to zero in place (their views must survive, so ``set_to_none`` is never used)."""
+        self.grad.zero_()
+
+    def rebind_grads(self) -> None:
+        """Copy back gradients a model replaced by tensors of its own, so that the flat buffer is complete."""
+        for name, parameter in self._named:
+            start, end = self._ranges[name]
+            grad = parameter.grad
+            if grad is None or grad.data_ptr() != self.grad.data_ptr() + 4 * start:
+                if grad is not None:
+                    self.grad[start:end] = grad.reshape(-1)
+                parameter.grad = self.grad[start:end].view_as(parameter)
+
+    def step(self, lr_scale: float = 1.0) -> None:
+        """Apply the optimizer to the (already reduced) gradients; ``lr_scale`` multiplies each group's learning rate."""
+        if self.optimizer is None:
+            return
+        if lr_scale == 1.0:
+            self.optimizer.step()
+            return
+        base = [group["lr"] for group in self.optimizer.param_groups]
+        for group in self.optimizer.param_groups:
+            group["lr"] = group["lr"] * lr_scale
+        self.optimizer.step()
+        for group, lr in zip(self.optimizer.param_groups, base):
+            group["lr"] = lr
+
+    def state_tensors(self) -> dict[str, Tensor]:
+        """Flat names -> copies: ``model.<parameter or buffer>`` and ``optimizer.<parameter>.<slot>``; no pickle needed."""
+        tensors = {f"model.{name}": p.detach().clone() for name, p in self._named}
+        for name, buffer in self.model.named_buffers():
+            tensors[f"model.{name}"] = buffer.detach().clone()
+        for name, slot, value in self._optimizer_slots():
+            tensors[f"optimizer.{name}.{slot}"] = value.detach().clone().contiguous()
+        return tensors
+
+    def _optimizer_slots(self) -> Iterable[tuple[str, str, Tensor]]:
+        """(parameter, slot, value) of the optimizer's state, cut at parameter borders; scalars are repeated."""
+        if self.optimizer is None:
+            return
+        for name, parameter in self._named:
+            start, end = self._ranges[name]
+            owner = parameter if self._flat_parameter is None else self._flat_parameter
+            for slot, value in sorted(self.optimizer.state.get(owner, {}).items()):
+                value = value if isinstance(value, Tensor) else torch.tensor(value)
+                if self._flat_parameter is not None and value.numel() == self.flat.numel() and value.dim() == 1:
+                    value = value[start:end].view(parameter.shape)
+                yield name, slot, value
+
+    def load_state_tensors(self, tensors: Mapping[str, Tensor]) -> None:
+        """Inverse of ``state_tensors``. CheckpointError lists every parameter that is missing or of another shape."""
+        problems = []
+        targets: dict[str, Tensor] = {f"model.{name}": p.data for name, p in self._named}
+        targets |= {f"model.{name}": buffer for name, buffer in self.model.named_buffers()}
+        for name, target in targets.items():
+            found = tensors.get(name)
+            if found is None or found.shape != target.shape:
+                found_text = "nothing" if found is None else str(tuple(found.shape))
+                problems.append(f"{name}: expected {tuple(target.shape)}, found {found_text}")
+        if problems:
+            raise CheckpointError("dense state does not fit the model: " + "; ".join(problems))
+        with torch.no_grad():
+            for name, target in targets.items():
+                target.copy_(tensors[name])
+        self._load_optimizer({n[len("optimizer.") :]: t for n, t in tensors.items() if n.startswith("optimizer.")})
+
+    def _load_optimizer(self, slots: Mapping[str, Tensor]) -> None:
+        if self.optimizer is None or not slots:
+            return
+        for name, parameter in self._named:
+            start, end = self._ranges[name]
+            owner = parameter if self._flat_parameter is None else self._flat_parameter
+            state = self.optimizer.state[owner]
+            prefix = name + "."
+            for key, value in slots.items():
+                if not key.startswith(prefix) or "." in key[len(prefix) :]:
+                    continue
+                slot = key[len(prefix) :]
+                if self._flat_parameter is not None and value.shape == parameter.shape and value.dim() > 0:
+                    flat = state.setdefault(slot, torch.zeros_like(self.flat))
+                    flat[start:end] = value.reshape(-1)
+                else:
+                    state[slot] = value.clone()
+
+    def fingerprint(self) -> int:
+        """64-bit hash of the parameters: equal on all ranks of a healthy view."""
+        return int.from_bytes(hashlib.blake2b(self.flat.numpy().tobytes(), digest_size=8).digest(), "little")
