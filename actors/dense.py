@@ -102,7 +102,7 @@ class DenseReplica:
                 parameter.grad = self.grad[start:end].view_as(parameter)
 
     def step(self, lr_scale: float = 1.0) -> None:
-        """Apply the optimizer to the (already reduced) gradients; ``lr_scale`` multiplies each group's learning rate."""
+        """Apply the optimizer to the (already reduced) gradients; ``lr_scale`` multiplies every learning rate."""
         if self.optimizer is None:
             return
         if lr_scale == 1.0:
@@ -116,7 +116,7 @@ class DenseReplica:
             group["lr"] = lr
 
     def state_tensors(self) -> dict[str, Tensor]:
-        """Flat names -> copies: ``model.<parameter or buffer>`` and ``optimizer.<parameter>.<slot>``; no pickle needed."""
+        """Flat names -> copies: ``model.<parameter or buffer>``, ``optimizer.<parameter>.<slot>``; no pickle needed."""
         tensors = {f"model.{name}": p.detach().clone() for name, p in self._named}
         for name, buffer in self.model.named_buffers():
             tensors[f"model.{name}"] = buffer.detach().clone()
@@ -125,7 +125,7 @@ class DenseReplica:
         return tensors
 
     def _optimizer_slots(self) -> Iterable[tuple[str, str, Tensor]]:
-        """(parameter, slot, value) of the optimizer's state, cut at parameter borders; scalars are repeated."""
+        """(parameter, slot, value): slots of a flat state are 1-D pieces of it; its scalars (step) are 0-D, repeated."""
         if self.optimizer is None:
             return
         for name, parameter in self._named:
@@ -134,7 +134,7 @@ class DenseReplica:
             for slot, value in sorted(self.optimizer.state.get(owner, {}).items()):
                 value = value if isinstance(value, Tensor) else torch.tensor(value)
                 if self._flat_parameter is not None and value.numel() == self.flat.numel() and value.dim() == 1:
-                    value = value[start:end].view(parameter.shape)
+                    value = value[start:end]
                 yield name, slot, value
 
     def load_state_tensors(self, tensors: Mapping[str, Tensor]) -> None:
@@ -166,9 +166,8 @@ class DenseReplica:
                 if not key.startswith(prefix) or "." in key[len(prefix) :]:
                     continue
                 slot = key[len(prefix) :]
-                if self._flat_parameter is not None and value.shape == parameter.shape and value.dim() > 0:
-                    flat = state.setdefault(slot, torch.zeros_like(self.flat))
-                    flat[start:end] = value.reshape(-1)
+                if self._flat_parameter is not None and value.dim() == 1:
+                    state.setdefault(slot, torch.zeros_like(self.flat))[start:end] = value
                 else:
                     state[slot] = value.clone()
 
