@@ -1,0 +1,246 @@
+"""Configuration of tables, optimizers and the training loop. Pure; see ``config`` for the rest and the conventions."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import typing
+from collections.abc import Iterator
+from typing import Literal
+
+from shoal.kernels.spec import DataType, OptimizerKind, OptimizerSpec, TableSpec, WeightDecayMode
+from shoal.platform.config_fields import Config, Problem, bounded
+
+#: Row blocks of a large or dynamic table that is sharded row-wise, unless configured.
+DEFAULT_NUM_BLOCKS = 64
+
+#: A table of fixed size gets no more blocks than keep this many ids in each, so that small tables cost little.
+MIN_IDS_PER_BLOCK = 1024
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ScheduleConfig(Config):
+    """A learning-rate schedule: a factor that is a pure function of the step."""
+
+    kind: Literal["constant", "linear", "cosine"] = "constant"
+    """After the warm-up: ``constant``, or falling ``linear``-ly or as a ``cosine`` to min_factor."""
+    warmup_steps: int = bounded(0, low=0)
+    """Steps over which the rate rises linearly to its full value."""
+    decay_steps: int | None = bounded(None, low=1)
+    """Steps after the warm-up over which the rate falls; needed unless constant."""
+    min_factor: float = bounded(0.0, low=0, high=1)
+    """Factor at and after the end of the fall."""
+
+    def rules(self) -> Iterator[Problem]:
+        if self.kind != "constant" and self.decay_steps is None:
+            yield Problem("decay_steps", f"is needed by the {self.kind} schedule")
+
+    def factor(self, step: int) -> float:
+        """What the learning rate is multiplied by at ``step``, counted from 0; in [0, 1]."""
+        if step < self.warmup_steps:
+            return (step + 1) / self.warmup_steps
+        if self.kind == "constant" or self.decay_steps is None:
+            return 1.0
+        done = min(1.0, (step - self.warmup_steps) / self.decay_steps)
+        fall = 1.0 - done if self.kind == "linear" else 0.5 * (1.0 + math.cos(math.pi * done))
+        return self.min_factor + (1.0 - self.min_factor) * fall
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class OptimizerConfig(Config):
+    """A sparse optimizer: applied once per step to each row that the step touched. Null fields are inherited: a
+    table's optimizer from ``train.sparse_optimizer``, and that from the defaults named below."""
+
+    kind: Literal["sgd", "adagrad", "rowwise_adagrad", "adam"] | None = None
+    """Update rule; rowwise_adagrad by default (one accumulator per row)."""
+    lr: float | None = bounded(None, low=0)
+    """Learning rate; by default train.lr."""
+    eps: float | None = bounded(None, low=0)
+    """Added to the denominator; 1e-8 by default."""
+    betas: tuple[float, float] | None = bounded(None, low=0, below=1)
+    """Adam's decay rates; [0.9, 0.999] by default."""
+    initial_accumulator: float | None = bounded(None, low=0)
+    """First value of Adagrad's accumulators; 0 by default."""
+    weight_decay: float | None = bounded(None, low=0)
+    """Weight decay of touched rows; 0 by default."""
+    weight_decay_mode: Literal["l2", "decoupled"] | None = None
+    """``l2``: added to the gradient (default); ``decoupled``: taken from the weights."""
+    schedule: ScheduleConfig | None = None
+    """Learning-rate schedule; by default train.schedule."""
+
+    def over(self, base: OptimizerConfig) -> OptimizerConfig:
+        """These settings, with ``base``'s where a field is null."""
+        return _over(self, base)
+
+    def spec(self, lr: float) -> OptimizerSpec:
+        """The data plane's optimizer, with ``lr`` where none is set."""
+        defaults = OptimizerSpec()
+        betas = self.betas or (defaults.beta1, defaults.beta2)
+        decay = self.weight_decay or 0.0
+        mode = WeightDecayMode[(self.weight_decay_mode or "l2").upper()] if decay else WeightDecayMode.NONE
+        return OptimizerSpec(
+            kind=OptimizerKind[(self.kind or "rowwise_adagrad").upper()],
+            lr=_first(self.lr, lr),
+            eps=_first(self.eps, defaults.eps),
+            beta1=betas[0],
+            beta2=betas[1],
+            initial_accumulator=_first(self.initial_accumulator, defaults.initial_accumulator),
+            weight_decay=decay,
+            weight_decay_mode=mode,
+        )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DenseOptimizerConfig(Config):
+    """The optimizer of the dense part: torch's own class of that name."""
+
+    kind: Literal["sgd", "adagrad", "adam", "adamw"] = "adam"
+    """torch.optim.SGD, Adagrad, Adam or AdamW."""
+    lr: float | None = bounded(None, low=0)
+    """Learning rate; null: train.lr."""
+    eps: float | None = bounded(None, low=0)
+    """Added to the denominator; null: torch's default for the kind."""
+    betas: tuple[float, float] = bounded((0.9, 0.999), low=0, below=1)
+    """Decay rates of adam and adamw."""
+    momentum: float = bounded(0.0, low=0, below=1)
+    """Momentum of sgd."""
+    weight_decay: float = bounded(0.0, low=0)
+    """Weight decay as torch's class applies it."""
+    schedule: ScheduleConfig | None = None
+    """Learning-rate schedule; null: train.schedule."""
+
+    def rules(self) -> Iterator[Problem]:
+        if self.momentum and self.kind != "sgd":
+            yield Problem("momentum", f"is {self.momentum}, which only sgd has; kind is {self.kind}")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TableConfig(Config):
+    """How one table is stored, sharded and optimized. Null fields are inherited from ``tables.defaults``, then from
+    the model's own EmbeddingBagConfig. The width of a table is the model's affair and is not set here."""
+
+    num_embeddings: int | None = bounded(None, low=0)
+    """Ids are 0 to num_embeddings - 1; 0: dynamic, any 64-bit id, rows appear as they are trained."""
+    data_type: Literal["fp32", "fp16", "bf16"] | None = None
+    """Type of stored weights; fp16 and bf16 round stochastically, optimizer state stays fp32."""
+    sharding_type: Literal["row_wise", "table_wise"] | None = None
+    """``row_wise`` (default): row blocks spread over all workers; ``table_wise``: all on one worker."""
+    num_blocks: int | None = bounded(None, low=1, high=65_536)
+    """Row blocks, a power of two: the units of placement and migration, fixed for the table's life. By default 1 when
+    table_wise, else 64 or, for a small table, one per 1,024 ids."""
+    init_min: float | None = None
+    """Lower end of the uniform initial weights; by default -sqrt(1 / num_embeddings)."""
+    init_max: float | None = None
+    """Upper end of the uniform initial weights; by default sqrt(1 / num_embeddings)."""
+    optimizer: OptimizerConfig | None = None
+    """Sparse optimizer of the table; null fields come from train.sparse_optimizer."""
+
+    def rules(self) -> Iterator[Problem]:
+        if self.num_blocks is not None and self.num_blocks & (self.num_blocks - 1):
+            yield Problem("num_blocks", f"is {self.num_blocks}; it must be a power of two")
+        if (self.init_min is None) != (self.init_max is None):
+            yield Problem("init_min", "and init_max must be set together")
+        elif self.init_min is not None and self.init_max is not None and not self.init_min <= self.init_max:
+            yield Problem("init_min", f"is {self.init_min}, above init_max, {self.init_max}")
+
+    def over(self, base: TableConfig) -> TableConfig:
+        """These settings, with ``base``'s where a field is null."""
+        merged = _over(self, base)
+        if self.optimizer is not None and base.optimizer is not None:
+            merged = merged.replace(optimizer=self.optimizer.over(base.optimizer))
+        return merged
+
+    @property
+    def is_table_wise(self) -> bool:
+        return self.sharding_type == "table_wise"
+
+    def spec(
+        self,
+        name: str,
+        *,
+        num_embeddings: int,
+        embedding_dim: int,
+        data_type: str | None,
+        init_min: float | None,
+        init_max: float | None,
+        seed: int,
+        optimizer: OptimizerSpec,
+    ) -> TableSpec:
+        """The data plane's table: these settings, with the arguments where a field is null."""
+        num_embeddings = _first(self.num_embeddings, num_embeddings)
+        # A dynamic table has no size to take the bound from; its rows start as those of a table of 10,000 ids.
+        bound = math.sqrt(1.0 / (num_embeddings or 10_000))
+        return TableSpec(
+            name=name,
+            num_embeddings=num_embeddings,
+            embedding_dim=embedding_dim,
+            data_type=DataType[(self.data_type or data_type or "fp32").upper()],
+            optimizer=optimizer,
+            init_min=_first(self.init_min, init_min, -bound),
+            init_max=_first(self.init_max, init_max, bound),
+            seed=seed,
+            num_blocks=self.num_blocks or _default_num_blocks(num_embeddings, self.is_table_wise),
+        )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TablesConfig(Config):
+    """Settings of all tables, and of single ones by name."""
+
+    defaults: TableConfig = dataclasses.field(default_factory=TableConfig)
+    """Settings of every table that does not have its own."""
+    overrides: dict[str, TableConfig] = dataclasses.field(default_factory=dict)
+    """Settings by table name; null fields come from the defaults."""
+
+    def of(self, name: str) -> TableConfig:
+        """The settings of one table: its own over the defaults."""
+        return self.overrides[name].over(self.defaults) if name in self.overrides else self.defaults
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TrainConfig(Config):
+    """The training loop."""
+
+    epochs: int = bounded(1, low=1)
+    """Passes over data.train."""
+    max_steps: int | None = bounded(None, low=1)
+    """Stop after this many steps; null: after the epochs."""
+    seed: int = bounded(0, low=0, high=2**63 - 1)
+    """Seed of the data order, the row initialisation, dropout and the dense initialisation."""
+    lr: float = bounded(0.01, low=0)
+    """Learning rate of both optimizers, unless they set their own."""
+    schedule: ScheduleConfig = dataclasses.field(default_factory=ScheduleConfig)
+    """Learning-rate schedule of both optimizers, unless they set their own."""
+    sparse_optimizer: OptimizerConfig = dataclasses.field(default_factory=OptimizerConfig)
+    """Optimizer of the embedding tables."""
+    dense_optimizer: DenseOptimizerConfig = dataclasses.field(default_factory=DenseOptimizerConfig)
+    """Optimizer of everything else."""
+    eval_every_steps: int | None = bounded(None, low=1)
+    """Steps between evaluations on data.eval; null: once, when training ends."""
+    log_every_steps: int = bounded(50, low=1)
+    """Steps between progress records: console line, TensorBoard, events."""
+    max_skipped_steps: int = bounded(0, low=0)
+    """Steps with a NaN or infinite loss or gradient that are skipped, on all ranks, before the run stops."""
+    num_threads: int | None = bounded(None, low=1, high=1024)
+    """Threads of each worker; null: one per CPU of the worker. Fixed for the run's life."""
+
+
+ConfigT = typing.TypeVar("ConfigT", bound=Config)
+
+
+def _over(own: ConfigT, base: ConfigT) -> ConfigT:
+    fields = dataclasses.fields(own)  # type: ignore[arg-type]
+    return own.replace(**{f.name: _first(getattr(own, f.name), getattr(base, f.name)) for f in fields})
+
+
+def _first(*values: typing.Any) -> typing.Any:
+    return next((value for value in values if value is not None), None)
+
+
+def _default_num_blocks(num_embeddings: int, is_table_wise: bool) -> int:
+    if is_table_wise:
+        return 1
+    if num_embeddings == 0:
+        return DEFAULT_NUM_BLOCKS
+    wanted = max(1, num_embeddings // MIN_IDS_PER_BLOCK)
+    return min(DEFAULT_NUM_BLOCKS, 1 << (wanted.bit_length() - 1))
