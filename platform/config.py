@@ -78,7 +78,8 @@ class SparseColumnConfig(Config):
     max_length: int | None = bounded(None, low=1)
     """Keep at most this many ids of a row, the first ones; null: all."""
     null_policy: Literal["drop", "oov", "error"] = "drop"
-    """A null id: ``drop`` it, ``oov``: read the table's last row, ``error``: stop. All are counted."""
+    """A null id, or a null list: ``drop`` it; ``oov``: make it the id -1, on which id_policy then decides; ``error``:
+    stop. All are counted."""
     id_policy: Literal["error", "hash", "oov", "drop"] = "error"
     """An id outside a table of fixed size: ``error``: stop on all ranks before any row changes; ``hash``: mixed hash
     modulo num_embeddings; ``oov``: the table's last row; ``drop`` it. All are counted."""
@@ -95,13 +96,19 @@ class DataConfig(Config):
     test: tuple[str, ...] = ()
     """Parquet files, folders or globs for ``shoal eval`` after training."""
     label: str = "label"
-    """Column with the label, 0 or 1."""
+    """Column with the label."""
+    label_kind: Literal["binary", "regression"] = "binary"
+    """``binary``: labels are exactly 0 or 1; ``regression``: any finite number."""
     weight: str | None = None
     """Column with a non-negative sample weight; null: every sample weighs 1."""
     dense: tuple[str, ...] = ()
     """Numeric columns, in the order of the model's dense input."""
+    dense_missing: Literal["error", "zero"] = "error"
+    """A null, NaN or infinite dense value: ``error``: stop; ``zero``: read 0, counted."""
     sparse: tuple[SparseColumnConfig, ...] = ()
     """Sparse features, in the order of the KeyedJaggedTensor's keys."""
+    extras: tuple[str, ...] = ()
+    """Further columns of one id a row, handed to the model in ``Batch.extras``."""
     batch_size: int = bounded(1024, low=1)
     """Samples per step over all workers (the global batch); the last batch of an epoch may be shorter."""
     shuffle: bool = True
@@ -127,6 +134,23 @@ class DataConfig(Config):
             if any(not path.strip() for path in getattr(self, name)):
                 yield Problem(name, "contains an empty path")
 
+    def schema(self) -> Any:
+        """The columns and their roles, as the feed takes them."""
+        from shoal.kernels.schema import Schema, SparseColumn
+
+        taken = {field.name for field in dataclasses.fields(SparseColumn)}
+        columns = (dataclasses.asdict(feature) for feature in self.sparse)
+        sparse = [SparseColumn(**{k: v for k, v in column.items() if k in taken}) for column in columns]
+        return Schema(
+            label=self.label,
+            label_kind=self.label_kind,
+            dense=self.dense,
+            dense_missing=self.dense_missing,
+            sparse=tuple(sparse),
+            weight=self.weight,
+            extras=self.extras,
+        )
+
     @property
     def id_policies(self) -> dict[str, str]:
         """Feature name -> policy for ids outside a table of fixed size."""
@@ -145,7 +169,7 @@ class ScalingConfig(Config):
     resources_per_worker: dict[str, float] = dataclasses.field(default_factory=dict)
     """Resources of one worker as Ray names them: ``CPU`` (default 1), ``GPU`` (default 1 with use_gpu), custom ones.
     Memory has its own field."""
-    memory_per_worker: ByteSize | None = bounded(None, low=0)
+    memory_per_worker: ByteSize | None = bounded(None, low=0)  # noqa: RUF009
     """Heap memory of one worker, in bytes or as ``8GiB``: reserved with Ray and used by ``shoal plan``; null: the
     planner divides the host's memory."""
     transport: Literal["auto", "shm", "gloo", "nccl"] = "auto"
@@ -207,7 +231,7 @@ class CheckpointConfig(Config):
     """Complete checkpoints to keep, the newest; null: all."""
     at_end: bool = True
     """Whether a checkpoint of the last step is written when training ends."""
-    rate_limit_bytes_per_s: ByteSize | None = bounded(None, low=1)
+    rate_limit_bytes_per_s: ByteSize | None = bounded(None, low=1)  # noqa: RUF009
     """Upper bound on the bytes each worker writes per second while training goes on, such as ``200MB``; null: none."""
 
 
@@ -246,8 +270,11 @@ class RunConfig(Config):
 
     @property
     def run_dir(self) -> str:
-        """``<storage_path>/<name>``."""
-        return f"{self.storage_path.rstrip('/')}/{self.name}"
+        """``<storage_path>/<name>``; options after a URI's ``?`` stay at its end."""
+        base, mark, options = (
+            self.storage_path.partition("?") if "://" in self.storage_path else (self.storage_path, "", "")
+        )
+        return f"{base.rstrip('/')}/{self.name}{mark}{options}"
 
     def rules(self) -> Iterator[Problem]:
         if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,127}", self.name):

@@ -126,9 +126,13 @@ def raise_problems(lines: list[str]) -> None:
         raise ConfigError(f"{len(lines)} problems\n  - " + "\n  - ".join(lines))
 
 
-@functools.cache
 def typed_fields(cls: type) -> tuple[tuple[dataclasses.Field, Any], ...]:
     """The fields of a dataclass with their evaluated type hints, in order of declaration."""
+    return _typed_fields(cls)
+
+
+@functools.cache
+def _typed_fields(cls: Any) -> tuple[tuple[dataclasses.Field, Any], ...]:
     hints = typing.get_type_hints(cls, include_extras=True)
     return tuple((field, hints[field.name]) for field in dataclasses.fields(cls))
 
