@@ -86,3 +86,20 @@ class ClusterError(ShoalError, RuntimeError):
     """The Ray cluster cannot be reached or cannot hold the run: says what is missing and how to get it."""
 
     code = "SHOAL-601"
+
+
+class RowError(DataError):
+    """A value of one row of a batch is not allowed. Who knows where the batch came from says it: see ``located``."""
+
+    def __init__(self, column: str, row: int, reason: str) -> None:
+        super().__init__(f"row {row} of the batch, column {column!r}: {reason}")
+        self.column = column
+        self.row = row
+        self.reason = reason
+
+    def __reduce__(self) -> tuple[type[RowError], tuple[str, int, str]]:
+        return RowError, (self.column, self.row, self.reason)
+
+    def located(self, file: str, row_group: int, row: int) -> DataError:
+        """The same complaint with the place in the data set: row ``row`` of a row group of a file."""
+        return DataError(f"{file}, row group {row_group}, row {row}, column {self.column!r}: {self.reason}")

@@ -1,0 +1,187 @@
+"""Arrow tables to training batches: every column of the schema in one native call over the Arrow C data interface.
+
+What holds for any chunking, slice offset and null bitmap of the input (data faults 36, 37, 39, 45, 51):
+
+* each value is copied once, from the Arrow buffer to the batch; integers of every width become int64, and uint64 keeps
+  its bit pattern; strings and binaries become XXH64(bytes, seed 0) as a signed 64-bit pattern, the same whatever the
+  string type, dictionary or language;
+* nulls follow the column's policy and are counted; a null list is an empty bag unless the policy says otherwise;
+* labels, weights and dense values are checked, and the first offence raises ``RowError`` naming column, row and value.
+
+Cost: about 2 ns an id and 0.5 us a column, of which most is Arrow's export.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from shoal.kernels import _arrow
+from shoal.kernels.batch import Batch
+from shoal.kernels.errors import RowError, SchemaError
+from shoal.kernels.schema import ID_KINDS, NULL_POLICIES, Schema, SparseColumn
+
+if TYPE_CHECKING:
+    import numpy as np
+    import pyarrow as pa
+
+# Roles of columns; part of the native ABI.
+_LABEL, _WEIGHT, _DENSE, _SPARSE, _EXTRA = range(5)
+
+
+class Violation(NamedTuple):
+    """A value that the schema does not allow: the column, the row of the batch, and why."""
+
+    column: str
+    row: int
+    reason: str
+    kind: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Conversion:
+    """A batch and what was found in it: per column of the converter (rows) nulls, truncated ids and violations."""
+
+    batch: Batch
+    counts: np.ndarray
+    violations: list[Violation]
+
+
+def hash_string(value: str | bytes) -> int:
+    """The id of a string or binary: XXH64, seed 0, of its (UTF-8) bytes, as a signed 64-bit integer."""
+    data = value.encode() if isinstance(value, str) else value
+    word = _arrow.xxh64(data)
+    return word - (1 << 64) if word >= 1 << 63 else word
+
+
+class BatchConverter:
+    """Converts tables with the columns of one schema. Not for concurrent use; one per thread.
+
+    ``violations_max`` values per column that the schema forbids are kept by ``inspect``; all are counted.
+    """
+
+    def __init__(self, schema: Schema, *, violations_max: int = 1) -> None:
+        schema.validate()
+        self.schema = schema
+        self._specs = _column_specs(schema)
+        self._native = _arrow.Converter(
+            self._specs,
+            labels_are_binary=schema.label_kind == "binary",
+            missing_dense_is_zero=schema.dense_missing == "zero",
+            failures_max=violations_max,
+        )
+        self._bound: pa.Schema | None = None
+
+    @property
+    def columns(self) -> list[str]:
+        """The declared columns in the order of ``Conversion.counts``."""
+        return [spec[0] for spec in self._specs]
+
+    def check_types(self, arrow_schema: pa.Schema) -> list[tuple[str, str]]:
+        """(column, what is wrong with its type) for every column that cannot play its role; [] if all can."""
+        self._bound = None
+        problems = []
+        for index, sentence in self._native.bind(arrow_schema.__arrow_c_schema__()):
+            name = self._specs[index][0]
+            at = arrow_schema.get_field_index(name)
+            found = f" (type {arrow_schema.field(at).type})" if at >= 0 else ""
+            problems.append((name, f"column {name!r}{found}: {sentence}"))
+        if not problems:
+            self._bound = arrow_schema
+        return problems
+
+    def convert(self, table: pa.Table | pa.RecordBatch, *, position: int = 0) -> Batch:
+        """The rows of ``table`` as a Batch. Raises SchemaError for a type, RowError for a value."""
+        conversion = self.inspect(table, position=position)
+        if conversion.violations:
+            first = min(conversion.violations, key=lambda violation: violation.row)
+            raise RowError(first.column, first.row, first.reason)
+        return conversion.batch
+
+    def inspect(self, table: pa.Table | pa.RecordBatch, *, position: int = 0) -> Conversion:
+        """As ``convert``, but violations are returned rather than raised. Raises SchemaError for a type."""
+        from shoal.kernels.jagged import KeyedJaggedTensor
+
+        arrow_schema = table.schema
+        if self._bound is None or not arrow_schema.equals(self._bound):
+            problems = self.check_types(arrow_schema)
+            if problems:
+                raise SchemaError("; ".join(sentence for _, sentence in problems))
+        values, offsets, weights, dense, labels, sample_weights, extras, counts, failures = self._native.convert(
+            table.__arrow_c_stream__()
+        )
+        num_rows = labels.shape[0]
+        features = KeyedJaggedTensor(
+            keys=self.schema.keys,
+            values=torch.from_numpy(values),
+            weights=None if weights is None else torch.from_numpy(weights),
+            offsets=torch.from_numpy(offsets),
+            stride=num_rows,
+        )
+        batch = Batch(
+            dense_features=torch.from_numpy(dense),
+            sparse_features=features,
+            labels=torch.from_numpy(labels),
+            weights=None if sample_weights is None else torch.from_numpy(sample_weights),
+            extras={name: torch.from_numpy(column) for name, column in zip(self.schema.extras, extras)},
+            position=position,
+            counters=self._counters(counts) if counts.any() else {},
+        )
+        return Conversion(batch, counts, [self._violation(*failure) for failure in failures])
+
+    def _counters(self, counts: np.ndarray) -> dict[str, int]:
+        counters: dict[str, int] = {}
+        for name, (nulls, truncated, _) in zip(self.columns, counts.tolist()):
+            if nulls:
+                counters[f"{name}: nulls"] = counters.get(f"{name}: nulls", 0) + nulls
+            if truncated:
+                counters[f"{name}: truncated"] = counters.get(f"{name}: truncated", 0) + truncated
+        return counters
+
+    def _violation(self, column: int, kind: int, row: int, value: float, expected: int) -> Violation:
+        name, _, _, weights_column, *_ = self._specs[column]
+        kind_name, sentence = _VIOLATIONS[kind]
+        if kind == 4 and self.schema.label_kind == "regression":
+            sentence = "the label is {value}; it must be finite"
+        reason = sentence.format(value=f"{value:g}", expected=expected, weights=weights_column)
+        return Violation(name, row, reason, kind_name)
+
+
+# By the native FailureKind: a stable name and a sentence.
+_VIOLATIONS = (
+    ("null id", "a null id, and the column's null_policy is error"),
+    ("weights length", "{value} weights in column {weights!r} for {expected} ids"),
+    ("bad weight", "a weight in column {weights!r} is null or not finite ({value})"),
+    ("null label", "the label is null"),
+    ("bad label", "the label is {value}; it must be 0 or 1 (label_kind: regression allows any finite number)"),
+    ("bad dense", "the dense value is null or not finite ({value}); dense_missing: zero reads it as 0"),
+    ("bad sample weight", "the sample weight is {value}; it must be finite and >= 0"),
+    ("null extra", "an extra column holds a null"),
+)
+
+
+def _column_specs(schema: Schema) -> list[tuple[Any, ...]]:
+    """One tuple per declared column: name, role, kind, weights column, max length, null policy, OOV id."""
+
+    def plain(name: str, role: int) -> tuple[Any, ...]:
+        return (name, role, 0, "", -1, 0, -1)
+
+    def sparse(feature: SparseColumn) -> tuple[Any, ...]:
+        return (
+            feature.source,
+            _SPARSE,
+            ID_KINDS.index(feature.kind),
+            feature.weights_column or "",
+            -1 if feature.max_length is None else feature.max_length,
+            NULL_POLICIES.index(feature.null_policy),
+            feature.oov_id,
+        )
+
+    specs = [plain(schema.label, _LABEL)]
+    if schema.weight is not None:
+        specs.append(plain(schema.weight, _WEIGHT))
+    specs += [plain(name, _DENSE) for name in schema.dense]
+    specs += [sparse(feature) for feature in schema.sparse]
+    return specs + [plain(name, _EXTRA) for name in schema.extras]
