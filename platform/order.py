@@ -250,7 +250,7 @@ class VirtualOrder:
     # -- lanes ---------------------------------------------------------------------------------------------------
 
     def lanes_of(
-        self, epoch: int, window: Window, rank: int, world_size: int, shares: Sequence[float] | None = None
+        self, window: Window, rank: int, world_size: int, shares: Sequence[float] | None = None
     ) -> tuple[int, ...]:
         """The lanes of a window that hold rows of ``rank``, over all batches that touch the window."""
         lanes = self.spec.num_lanes
