@@ -95,6 +95,6 @@ def _default(field: dataclasses.Field) -> Any:
 
 def _refuse_rest(fields: dict[str, Any], what: str) -> None:
     for name, value in sorted(fields.items()):
-        if value is not None:
+        if value not in (None, [], {}):
             advice = _ADVICE.get(name, "it has no counterpart in Shoal")
             raise ConfigError(f"{what}({name}={value!r}) is not supported: {advice}")
