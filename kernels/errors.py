@@ -22,6 +22,12 @@ class ConfigError(ShoalError, ValueError):
     code = "SHOAL-101"
 
 
+class DependencyError(ShoalError, RuntimeError):
+    """An installed package is missing or does not fit: one line that names the versions that work."""
+
+    code = "SHOAL-102"
+
+
 class SchemaError(ShoalError, ValueError):
     """A data set does not match the declared schema: names the file, the column and both types."""
 

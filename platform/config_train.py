@@ -10,13 +10,7 @@ from typing import Literal
 
 from shoal.kernels.spec import DataType, OptimizerKind, OptimizerSpec, TableSpec, WeightDecayMode
 from shoal.platform.config_fields import Config, Problem, bounded
-
-#: Row blocks of a large or dynamic table that is sharded row-wise, unless configured.
-DEFAULT_NUM_BLOCKS = 64
-
-#: A table of fixed size gets no more blocks than keep this many ids in each, so that small tables cost little.
-MIN_IDS_PER_BLOCK = 1024
-
+from shoal.platform.placement import default_num_blocks
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ScheduleConfig(Config):
@@ -127,7 +121,7 @@ class TableConfig(Config):
     """``row_wise`` (default): row blocks spread over all workers; ``table_wise``: all on one worker."""
     num_blocks: int | None = bounded(None, low=1, high=65_536)
     """Row blocks, a power of two: the units of placement and migration, fixed for the table's life. By default 1 when
-    table_wise, else 64 or, for a small table, one per 1,024 ids."""
+    table_wise, else 64, or fewer for a small table."""
     init_min: float | None = None
     """Lower end of the uniform initial weights; by default -sqrt(1 / num_embeddings)."""
     init_max: float | None = None
@@ -179,7 +173,7 @@ class TableConfig(Config):
             init_min=_first(self.init_min, init_min, -bound),
             init_max=_first(self.init_max, init_max, bound),
             seed=seed,
-            num_blocks=self.num_blocks or _default_num_blocks(num_embeddings, self.is_table_wise),
+            num_blocks=self.num_blocks or (1 if self.is_table_wise else default_num_blocks(num_embeddings)),
         )
 
 
@@ -235,12 +229,3 @@ def _over(own: ConfigT, base: ConfigT) -> ConfigT:
 
 def _first(*values: typing.Any) -> typing.Any:
     return next((value for value in values if value is not None), None)
-
-
-def _default_num_blocks(num_embeddings: int, is_table_wise: bool) -> int:
-    if is_table_wise:
-        return 1
-    if num_embeddings == 0:
-        return DEFAULT_NUM_BLOCKS
-    wanted = max(1, num_embeddings // MIN_IDS_PER_BLOCK)
-    return min(DEFAULT_NUM_BLOCKS, 1 << (wanted.bit_length() - 1))
