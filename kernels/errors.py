@@ -58,6 +58,24 @@ class CheckpointError(ShoalError, ValueError):
     code = "SHOAL-301"
 
 
+class StorageError(ShoalError, OSError):
+    """Storage refused or failed an operation after its retries: names the operation and the URI."""
+
+    code = "SHOAL-302"
+
+
+class StorageFullError(StorageError):
+    """Storage cannot take data: no space, over quota, read-only or not permitted. Partial files were removed."""
+
+    code = "SHOAL-303"
+
+
+class StorageMissingError(StorageError):
+    """The object, folder or bucket does not exist."""
+
+    code = "SHOAL-304"
+
+
 class PlanError(ShoalError, ValueError):
     """A placement is impossible: names the table, the bytes needed and the bytes free per worker."""
 

@@ -1,0 +1,92 @@
+"""FileEntry: what a checkpoint's manifest says about one of its data files, and the checksum it is sealed with.
+
+Pure values: no tensors, no I/O. Workers write data files and return their entries; only the controller writes the
+manifest that makes them a checkpoint (PROTOCOLS K1, F7).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import urllib.parse
+import zlib
+from collections.abc import Mapping
+from typing import Any
+
+from shoal.kernels.errors import CheckpointError
+
+#: The layout of data files and manifest. Raise it when an older reader could misread a newer file.
+FORMAT_VERSION = 1
+
+
+class Checksum:
+    """A running CRC-32 (IEEE, zlib's): finds every single flipped bit and every burst of up to 32 bits.
+
+    In the standard library, releases the GIL, and streams at 3.5 GB/s where SHA-256 does 1.3 and BLAKE2b 0.7; disks
+    and object stores are slower than that. The text form names the algorithm, so that another can follow.
+    """
+
+    def __init__(self) -> None:
+        self._crc = 0
+
+    def update(self, data: bytes | memoryview) -> None:
+        self._crc = zlib.crc32(data, self._crc)
+
+    def __str__(self) -> str:
+        return f"crc32:{self._crc:08x}"
+
+
+def checksum_of(data: bytes | memoryview) -> str:
+    """The checksum of a whole buffer."""
+    checksum = Checksum()
+    checksum.update(data)
+    return str(checksum)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class FileEntry:
+    """One data file of a checkpoint; ``path`` is relative to the checkpoint's folder.
+
+    ``kind``: ``table`` (rows of ``table``, of the row blocks ``blocks`` in file order), ``dense`` or ``blob``.
+    """
+
+    path: str
+    kind: str
+    size_bytes: int
+    checksum: str
+    table: str | None = None
+    num_rows: int = 0
+    blocks: tuple[int, ...] = ()
+
+    @property
+    def shown(self) -> str:
+        """The file and its table, for messages."""
+        return f"{self.path} (table {self.table!r})" if self.table else self.path
+
+    def to_json(self) -> dict[str, Any]:
+        """A JSON object without the fields at their defaults."""
+        values = dataclasses.asdict(self)
+        defaults = {field.name: field.default for field in dataclasses.fields(self)}
+        return {name: value for name, value in values.items() if value != defaults[name]}
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> FileEntry:
+        """Inverse of ``to_json``. Raises CheckpointError if a field is missing, unknown or of another type."""
+        try:
+            entry = cls(**{**values, "blocks": tuple(values.get("blocks", ()))})
+        except TypeError as error:
+            raise CheckpointError(f"manifest: file entry {dict(values)} is not understood: {error}") from error
+        is_typed = isinstance(entry.path, str) and isinstance(entry.size_bytes, int) and isinstance(entry.checksum, str)
+        if not is_typed or entry.path.startswith("/") or ".." in entry.path.split("/"):
+            raise CheckpointError(f"manifest: file entry {dict(values)} is not understood")
+        return entry
+
+
+def part_path(table: str, epoch: int, rank: int, number: int) -> str:
+    """Path of a table's part file within the checkpoint. ``epoch`` fences files of an older view (F7)."""
+    return f"tables/{_folder_name(table)}/part-e{epoch}-{rank:05d}-{number:05d}.arrow"
+
+
+def _folder_name(table: str) -> str:
+    """``table`` as one safe path segment: what a URL would escape is escaped, also a leading dot."""
+    quoted = urllib.parse.quote(table, safe="")
+    return f"%2E{quoted[1:]}" if quoted.startswith(".") else quoted
