@@ -81,9 +81,9 @@ class FileEntry:
         return entry
 
 
-def part_path(table: str, epoch: int, rank: int, number: int) -> str:
-    """Path of a table's part file within the checkpoint. ``epoch`` fences files of an older view (F7)."""
-    return f"tables/{_folder_name(table)}/part-e{epoch}-{rank:05d}-{number:05d}.arrow"
+def part_path(table: str, rank: int, number: int) -> str:
+    """Path of a table's part file within the checkpoint's folder (whose name carries epoch and attempt, F7)."""
+    return f"tables/{_folder_name(table)}/part-{rank:05d}-{number:05d}.arrow"
 
 
 def _folder_name(table: str) -> str:

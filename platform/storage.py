@@ -33,7 +33,9 @@ T = TypeVar("T")
 # Errors that say "this place takes no data": retrying cannot help, and the operator has to act.
 _FULL_ERRNOS = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.EFBIG}
 _FULL_TEXT = re.compile(r"ACCESS_DENIED|QUOTA|InsufficientStorage|No space left|Read-only file system", re.IGNORECASE)
-_MISSING_TEXT = re.compile(r"NO_SUCH_(BUCKET|KEY)|RESOURCE_NOT_FOUND|Path does not exist|bucket .* does not exist", re.I)
+_MISSING_TEXT = re.compile(
+    r"NO_SUCH_(BUCKET|KEY)|RESOURCE_NOT_FOUND|Path does not exist|bucket .* does not exist", re.IGNORECASE
+)
 _PERMANENT_TEXT = re.compile(
     r"INVALID_ACCESS_KEY|SIGNATURE_DOES_NOT_MATCH|INVALID_CLIENT_TOKEN|MISSING_AUTHENTICATION|INVALID_PARAMETER|"
     r"UNRECOGNIZED_CLIENT|AUTH_FAILURE|InvalidBucketName",
@@ -99,6 +101,13 @@ class Storage:
         base, _, query = self.uri.partition("?") if "://" in self.uri else (self.uri, "", "")
         joined = f"{base.rstrip('/')}/{path.strip('/')}"
         return Storage(f"{joined}?{query}" if query else joined, self.retry)
+
+    def split(self) -> tuple[Storage, str]:
+        """The storage of the folder that holds this one, and this one's name in it."""
+        base, _, query = self.uri.partition("?") if "://" in self.uri else (os.path.abspath(self.uri), "", "")
+        parent, _, name = base.rstrip("/").rpartition("/")
+        parent = parent or "/"
+        return Storage(f"{parent}?{query}" if query else parent, self.retry), name
 
     def write_object(self, path: str, produce: Callable[[IO[bytes]], T]) -> T:
         """Write ``path`` with the bytes that ``produce(stream)`` writes; returns what it returned.
@@ -199,7 +208,7 @@ class Storage:
                 elapsed_s = time.monotonic() - started
                 if number == self.retry.attempts_max or elapsed_s + wait_s > self.retry.deadline_s:
                     raise StorageError(
-                        f"cannot {operation} {where}: {_reason(error)} (gave up after {number} attempts, {elapsed_s:.1f} s)"
+                        f"cannot {operation} {where}: {_reason(error)} (gave up after {number} attempts)"
                     ) from error
                 time.sleep(wait_s)
         raise AssertionError("attempts_max must be at least 1")
@@ -217,7 +226,7 @@ class Storage:
         filesystem, root = self._opened
         target = _join(root, path)
         if self.is_local:
-            os.makedirs(os.path.dirname(target), exist_ok=True)
+            _make_dirs(os.path.dirname(target))
         with filesystem.open_output_stream(target, compression=None) as stream:
             yield stream
 
@@ -227,17 +236,32 @@ class Storage:
         if not self.is_local:
             return
         target = _join(self._opened[1], path)
-        for name in (target, os.path.dirname(target)):
-            descriptor = os.open(name, os.O_RDONLY)
-            try:
-                os.fsync(descriptor)
-            finally:
-                os.close(descriptor)
+        _fsync(target)
+        _fsync(os.path.dirname(target))
 
     def _remove_partial(self, path: str) -> None:
         filesystem, root = self._opened
         with contextlib.suppress(OSError):
             filesystem.delete_file(_join(root, path))
+
+
+def _make_dirs(path: str) -> None:
+    """Like os.makedirs, with every new name synced in the folder that holds it."""
+    if os.path.isdir(path):
+        return
+    parent = os.path.dirname(path)
+    _make_dirs(parent)
+    with contextlib.suppress(FileExistsError):
+        os.mkdir(path)
+    _fsync(parent)
+
+
+def _fsync(path: str) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def shown(uri: str) -> str:

@@ -1,0 +1,209 @@
+"""Restore: a worker reads the rows of its row blocks from the part files of a checkpoint into its row store.
+
+Any world size and any placement: a part file names the row blocks it holds, the worker is given the parts that overlap
+its own blocks, and every row goes to the block its id hashes to. A file is read once, whole, checked against the
+manifest's size and checksum, and only then imported. Loading replaces what the owned blocks held, so a load that failed
+half way may simply be repeated, also from another checkpoint.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Protocol, TypeVar
+
+import numpy as np
+import safetensors
+import safetensors.torch
+import torch
+from torch import Tensor
+
+from shoal.actors.datafile import Checksum, FileEntry
+from shoal.actors.partfile import TORCH_TYPES, RowSlice, read_part
+from shoal.kernels.errors import CheckpointError, StorageMissingError
+from shoal.kernels.spec import TableSpec
+
+T = TypeVar("T")
+
+_READ_BYTES = 4 * 2**20
+
+
+class ObjectReader(Protocol):
+    """The part of ``shoal.platform.storage.Storage`` that a restore needs."""
+
+    def open_input(self, path: str) -> contextlib.AbstractContextManager[Any]: ...
+
+    def retrying(self, operation: str, path: str, attempt: Callable[[], T]) -> T: ...
+
+
+class BlockSink(Protocol):
+    """A row store."""
+
+    def import_block(self, table: int, block: int, rows: RowSlice, replace: bool = True) -> Any: ...
+
+
+@dataclasses.dataclass(frozen=True)
+class LoadReport:
+    """What a load brought in: rows and bytes of files read, over all tables of this worker."""
+
+    num_rows: int
+    read_bytes: int
+
+
+def load_rows(
+    store: BlockSink,
+    tables: Sequence[TableSpec],
+    owned: Mapping[str, Sequence[int]],
+    parts: Sequence[FileEntry],
+    storage: ObjectReader,
+    directory: str,
+) -> LoadReport:
+    """Replace the rows of the ``owned`` blocks (table name -> blocks) in ``store`` by those in ``parts``.
+
+    Args:
+        tables: in the store's order. A table without parts ends up empty: its rows start from their initial values.
+        parts: table files as ``shoal.platform.checkpoint.plan_load`` chose them; others' rows in them are skipped.
+        directory: the checkpoint's folder in ``storage``.
+
+    Raises CheckpointError, in one line that names file and table, if a file is missing, short, damaged, or does not
+    have the table's columns. The store's owned blocks are then partly filled: load again or drop the store.
+    """
+    numbers = {spec.name: index for index, spec in enumerate(tables)}
+    importer = _Importer(store, tables, owned)
+    num_rows = read_bytes = 0
+    for entry, data in _read_ahead(parts, storage, directory):
+        number = numbers[entry.table or ""]
+        found = 0
+        for rows in read_part(data, tables[number], f"{directory}/{entry.shown}"):
+            num_rows += importer.add(number, rows)
+            found += rows.ids.numel()
+        if found != entry.num_rows:
+            raise CheckpointError(f"{directory}/{entry.shown}: holds {found} rows, the manifest says {entry.num_rows}")
+        read_bytes += entry.size_bytes
+    importer.clear_untouched()
+    return LoadReport(num_rows, read_bytes)
+
+
+def read_checked(storage: ObjectReader, directory: str, entry: FileEntry) -> Tensor:
+    """The whole file as uint8 [size]. CheckpointError if it is missing, of another size or fails its checksum."""
+    path = f"{directory}/{entry.path}"
+
+    def attempt() -> tuple[Tensor, int, str]:
+        with storage.open_input(path) as stream:
+            size = stream.size()
+            if size != entry.size_bytes:
+                return torch.empty(0, dtype=torch.uint8), size, ""
+            data = torch.empty(size, dtype=torch.uint8)
+            view = memoryview(data.numpy())  # type: ignore[arg-type]
+            checksum = Checksum()
+            start = 0
+            while start < size:
+                count = stream.readinto(view[start : start + _READ_BYTES])
+                if not count:
+                    break
+                checksum.update(view[start : start + count])
+                start += count
+            return data, start, str(checksum)
+
+    try:
+        data, size, checksum = storage.retrying("read", path, attempt)
+    except StorageMissingError as error:
+        raise CheckpointError(f"{directory}/{entry.shown}: the file is missing") from error
+    if size != entry.size_bytes:
+        sizes = f"{size} bytes, the manifest says {entry.size_bytes}"
+        raise CheckpointError(f"{directory}/{entry.shown}: truncated: {sizes}")
+    if checksum != entry.checksum:
+        raise CheckpointError(
+            f"{directory}/{entry.shown}: damaged: checksum {checksum}, the manifest says {entry.checksum}"
+        )
+    return data
+
+
+def read_dense(storage: ObjectReader, directory: str, entry: FileEntry) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Tensors and metadata as ``snapshot.write_dense`` was given them. safetensors only: no pickle is ever loaded."""
+    data = read_checked(storage, directory, entry).numpy().tobytes()
+    try:
+        tensors = safetensors.torch.load(data)
+        header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
+        metadata = json.loads(header.get("__metadata__", {}).get("shoal.metadata", "{}"))
+    except (safetensors.SafetensorError, ValueError) as error:
+        raise CheckpointError(f"{directory}/{entry.path}: not a readable safetensors file: {error}") from error
+    return tensors, metadata
+
+
+class _Importer:
+    """Sorts rows into the owned blocks: the first rows of a block replace what it held, later ones are added."""
+
+    def __init__(self, store: BlockSink, tables: Sequence[TableSpec], owned: Mapping[str, Sequence[int]]) -> None:
+        self._store = store
+        self._tables = tables
+        self._owned = [frozenset(owned.get(spec.name, ())) for spec in tables]
+        self._seen: set[tuple[int, int]] = set()
+
+    def add(self, number: int, rows: RowSlice) -> int:
+        """Import the rows that belong to owned blocks; returns how many those were."""
+        if rows.ids.numel() == 0:
+            return 0
+        blocks = row_blocks(rows.ids.numpy(), self._tables[number].num_blocks)
+        if np.any(blocks[1:] < blocks[:-1]):  # written with another number of blocks
+            order = np.lexsort((rows.ids.numpy().view(np.uint64), blocks))
+            rows, blocks = rows.take(torch.from_numpy(order)), blocks[order]
+        edges = np.flatnonzero(np.diff(blocks)) + 1
+        imported = 0
+        for start, end in zip([0, *edges.tolist()], [*edges.tolist(), blocks.size]):
+            block = int(blocks[start])
+            if block in self._owned[number]:
+                self._import(number, block, rows.narrow(start, end))
+                imported += end - start
+        return imported
+
+    def clear_untouched(self) -> None:
+        """Empty the owned blocks no part had rows for."""
+        for number, (spec, owned) in enumerate(zip(self._tables, self._owned)):
+            empty = _empty_rows(spec)
+            for block in owned:
+                if (number, block) not in self._seen:
+                    self._import(number, block, empty)
+
+    def _import(self, number: int, block: int, rows: RowSlice) -> None:
+        is_first = (number, block) not in self._seen
+        self._seen.add((number, block))
+        self._store.import_block(number, block, rows, replace=is_first)
+
+
+def row_blocks(ids: np.ndarray, num_blocks: int) -> np.ndarray:
+    """Row block of each id: the top bits of its MurmurHash3-finalised value."""
+    x = ids.view(np.uint64).copy()
+    x ^= x >> np.uint64(33)
+    x *= np.uint64(0xFF51AFD7ED558CCD)
+    x ^= x >> np.uint64(33)
+    x *= np.uint64(0xC4CEB9FE1A85EC53)
+    x ^= x >> np.uint64(33)
+    bits = num_blocks.bit_length() - 1
+    return (x >> np.uint64(64 - bits)).astype(np.int64) if bits else np.zeros(x.shape, dtype=np.int64)
+
+
+def _empty_rows(spec: TableSpec) -> RowSlice:
+    integers = torch.empty(0, dtype=torch.int64)
+    weights = torch.empty(0, spec.embedding_dim, dtype=TORCH_TYPES[spec.data_type])
+    return RowSlice(
+        integers, weights, torch.empty(0, spec.optimizer.slot_width(spec.embedding_dim)), integers, integers
+    )
+
+
+def _read_ahead(
+    parts: Sequence[FileEntry], storage: ObjectReader, directory: str
+) -> Iterator[tuple[FileEntry, Tensor]]:
+    """Checked parts in order; the next one is being read while the caller uses this one."""
+    with ThreadPoolExecutor(max_workers=1, thread_name_prefix="shoal-restore") as pool:
+        upcoming = iter(parts)
+        entry = next(upcoming, None)
+        future = pool.submit(read_checked, storage, directory, entry) if entry else None
+        while entry is not None and future is not None:
+            current, data = entry, future.result()
+            entry = next(upcoming, None)
+            future = pool.submit(read_checked, storage, directory, entry) if entry else None
+            yield current, data

@@ -1,0 +1,322 @@
+"""Checkpoints of a run: make one visible, list, verify, choose one to resume from, plan its loading, collect old ones.
+
+The decisions (``decide_resume``, ``plan_collect``) are pure functions of values (see also ``loadplan``); the
+other functions do I/O through a ``Storage`` at the run's root. Workers write and read the data files
+(``shoal.actors.snapshot`` and ``restore``); only the controller calls ``write_manifest`` and ``collect``.
+
+1. A folder without a complete manifest, or whose files differ from it, is never resumed from (K1).
+2. A checkpoint beyond the first step of a later epoch is abandoned: never resumed from by itself (K2).
+3. Collection deletes the manifest first, keeps what a kept manifest names as parent, and does not touch active writes,
+   damaged checkpoints (evidence) or newer formats (someone else's) (K3).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import enum
+from collections.abc import Collection, Mapping, Sequence
+
+from shoal.actors.datafile import Checksum
+from shoal.kernels.errors import CheckpointError, StorageMissingError
+from shoal.platform.manifest import CHECKPOINTS, MANIFEST_NAME, CheckpointName, Manifest, decode, encode, is_torn
+from shoal.platform.storage import Storage
+
+_CHUNK_BYTES = 4 * 2**20
+
+
+class CheckpointState(enum.Enum):
+    """What a checkpoint's folder is worth."""
+
+    COMPLETE = "complete"
+    #: Complete, but of a history the run has left (K2).
+    ABANDONED = "abandoned"
+    #: No manifest, or a torn one: a write in progress or the leftovers of one.
+    INCOMPLETE = "incomplete"
+    #: The manifest, or a file it names, is not as it was written.
+    DAMAGED = "damaged"
+    NEWER_FORMAT = "newer format"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CheckpointInfo:
+    """One line of ``shoal ckpt ls``. ``reason`` says why ``state`` is not ``complete``."""
+
+    name: CheckpointName
+    #: The checkpoint's folder, without credentials.
+    uri: str
+    state: CheckpointState
+    reason: str = ""
+    size_bytes: int = 0
+    num_rows: int = 0
+    created: str = ""
+    manifest: Manifest | None = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class VerifyReport:
+    """What a full verification of one checkpoint found; it is sound if ``problems`` is empty."""
+
+    uri: str
+    name: CheckpointName
+    num_files: int
+    size_bytes: int
+    #: One line each, naming file and table.
+    problems: tuple[str, ...]
+
+    @property
+    def is_ok(self) -> bool:
+        return not self.problems
+
+
+@dataclasses.dataclass(frozen=True)
+class ResumeDecision:
+    """Which checkpoint to resume from (None: start afresh) and why, as one sentence for the log."""
+
+    manifest: Manifest | None
+    reason: str
+
+
+# ---- writing ------------------------------------------------------------------------------------------------------
+
+
+def next_name(storage: Storage, epoch: int, step: int) -> CheckpointName:
+    """The name for a new write of ``step`` in ``epoch``: the first attempt whose folder does not exist."""
+    taken = {CheckpointName.parse(entry.name) for entry in storage.list_dir(CHECKPOINTS)}
+    attempts = [name.attempt for name in taken if name and (name.epoch, name.step) == (epoch, step)]
+    return CheckpointName(epoch, step, max(attempts) + 1 if attempts else 0)
+
+
+def write_manifest(storage: Storage, manifest: Manifest) -> Manifest:
+    """Make a checkpoint visible, after checking that all its files are there in full size. Returns what was written.
+
+    Raises CheckpointError, before writing, if a file is missing or short or the checkpoint exists already.
+    """
+    directory = manifest.name.directory
+    present = storage.list_files(directory)
+    problems = _size_problems(manifest, present)
+    if MANIFEST_NAME in present:
+        problems.insert(0, f"{directory}/{MANIFEST_NAME} exists already")
+    if problems:
+        raise CheckpointError(f"{directory} cannot be completed: {'; '.join(problems)}")
+    if not manifest.created:
+        now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+        manifest = dataclasses.replace(manifest, created=now)
+    storage.write_bytes(f"{directory}/{MANIFEST_NAME}", encode(manifest))
+    return manifest
+
+
+# ---- reading ------------------------------------------------------------------------------------------------------
+
+
+def read_manifest(storage: Storage, directory: str) -> Manifest:
+    """The manifest of the checkpoint in ``directory``. CheckpointError names what is wrong with it."""
+    path = f"{directory}/{MANIFEST_NAME}"
+    try:
+        return decode(storage.read_bytes(path), path)
+    except StorageMissingError as error:
+        raise CheckpointError(f"{path} is missing: {directory} is not a complete checkpoint") from error
+
+
+def list_checkpoints(run: Storage | str, *, first_steps: Mapping[int, int] | None = None) -> list[CheckpointInfo]:
+    """All checkpoint folders of a run, oldest first, each with its state.
+
+    Checks manifests and the presence and size of their files, not their content (see ``verify_checkpoint``).
+
+    Args:
+        run: the run's folder.
+        first_steps: epoch -> its first step, from the journal (K2); what the manifests say is added.
+    """
+    storage = Storage(run) if isinstance(run, str) else run
+    infos = []
+    for entry in storage.list_dir(CHECKPOINTS):
+        name = CheckpointName.parse(entry.name)
+        if name is not None:
+            infos.append(_inspect(storage, name))
+    known = dict(first_steps or {})
+    for info in infos:
+        if info.manifest is not None and info.manifest.epoch_first_step is not None:
+            known.setdefault(info.name.epoch, info.manifest.epoch_first_step)
+    return sorted((_mark_abandoned(info, known) for info in infos), key=lambda info: info.name)
+
+
+def open_checkpoint(uri: str) -> tuple[Storage, str, Manifest]:
+    """The checkpoint at ``uri``, its folder or its run's (then the newest): (storage, folder in it, manifest)."""
+    storage = Storage(uri)
+    if CheckpointName.parse(storage.split()[1]) is not None:
+        parent, directory = storage.split()
+        return parent, directory, read_manifest(parent, directory)
+    decision = decide_resume(list_checkpoints(storage), "must", where=storage.shown_uri)
+    assert decision.manifest is not None
+    return storage, decision.manifest.name.directory, decision.manifest
+
+
+def verify_checkpoint(uri: str) -> VerifyReport:
+    """Read every file of the checkpoint at ``uri`` (its folder, or its run's) and compare it with the manifest.
+
+    Raises CheckpointError if the manifest itself cannot be used.
+    """
+    storage, directory, manifest = open_checkpoint(uri)
+    problems = _size_problems(manifest, storage.list_files(directory))
+    if not problems:
+        for entry in manifest.files:
+            found = _checksum(storage, f"{directory}/{entry.path}")
+            if found != entry.checksum:
+                problems.append(f"{entry.shown}: damaged: checksum {found}, the manifest says {entry.checksum}")
+    return VerifyReport(
+        uri=f"{storage.shown_uri.rstrip('/')}/{directory}",
+        name=manifest.name,
+        num_files=len(manifest.files),
+        size_bytes=manifest.size_bytes,
+        problems=tuple(problems),
+    )
+
+
+# ---- decisions ----------------------------------------------------------------------------------------------------
+
+
+def decide_resume(
+    infos: Sequence[CheckpointInfo],
+    policy: str | int,
+    *,
+    exclude: Collection[CheckpointName] = (),
+    where: str = "this run",
+) -> ResumeDecision:
+    """Which of ``infos`` to resume from. Pure.
+
+    ``policy``: ``never``; ``auto``: the newest sound one, or none; ``must``: the same, but none is an error; a step
+    number: exactly that step. ``exclude`` names checkpoints that turned out damaged while loading. The reason names
+    every newer one that was passed over. Raises CheckpointError.
+    """
+    if policy == "never":
+        return ResumeDecision(None, "resume is 'never': starting from step 0")
+    if policy not in ("auto", "must"):
+        if not str(policy).isdecimal():
+            raise CheckpointError(f"resume policy {policy!r} is unknown; use auto, must, never or a step number")
+        return _resume_at(infos, int(policy), exclude, where)
+    passed: list[str] = []
+    for info in sorted(infos, key=lambda i: i.name, reverse=True):
+        if info.state is CheckpointState.COMPLETE and info.name not in exclude:
+            skipped = f"; passed over {', '.join(passed)}" if passed else ""
+            return ResumeDecision(info.manifest, f"resuming from {info.name}{skipped}")
+        passed.append(f"{info.name} ({info.reason or 'failed to load'})")
+    found = f"passed over {', '.join(passed)}" if passed else "there are none"
+    if policy == "must":
+        raise CheckpointError(f"{where} has no complete checkpoint: {found}")
+    return ResumeDecision(None, f"no complete checkpoint ({found}): starting from step 0")
+
+
+def plan_collect(
+    infos: Sequence[CheckpointInfo], keep: int, active: Collection[CheckpointName] = ()
+) -> list[CheckpointName]:
+    """Which checkpoint folders to delete so that the newest ``keep`` complete ones, and all they need, remain. Pure.
+
+    ``active`` names writes in progress, which have no manifest yet and are not touched.
+    """
+    assert keep >= 1
+    by_name = {str(info.name): info for info in infos}
+    complete = sorted((i.name for i in infos if i.state is CheckpointState.COMPLETE), reverse=True)
+    kept = {str(name) for name in [*complete[:keep], *active]}
+    frontier = list(kept)
+    while frontier:
+        info = by_name.get(frontier.pop())
+        parent = info.manifest.parent if info and info.manifest else None
+        if parent is not None and parent not in kept:
+            kept.add(parent)
+            frontier.append(parent)
+    removable = (CheckpointState.COMPLETE, CheckpointState.ABANDONED, CheckpointState.INCOMPLETE)
+    return [info.name for info in infos if str(info.name) not in kept and info.state in removable]
+
+
+def collect(
+    storage: Storage,
+    keep: int,
+    *,
+    active: Collection[CheckpointName] = (),
+    first_steps: Mapping[int, int] | None = None,
+) -> list[CheckpointName]:
+    """Delete what ``plan_collect`` says, manifests first, so that a half-deleted checkpoint is never seen as one."""
+    doomed = plan_collect(list_checkpoints(storage, first_steps=first_steps), keep, active)
+    for name in doomed:
+        storage.delete_file(f"{name.directory}/{MANIFEST_NAME}")
+        storage.delete_dir(name.directory)
+    return doomed
+
+
+# ---- details ------------------------------------------------------------------------------------------------------
+
+
+def _inspect(storage: Storage, name: CheckpointName) -> CheckpointInfo:
+    uri = f"{storage.shown_uri.rstrip('/')}/{name.directory}"
+    path = f"{name.directory}/{MANIFEST_NAME}"
+    try:
+        data = storage.read_bytes(path)
+    except StorageMissingError:
+        return CheckpointInfo(name=name, uri=uri, state=CheckpointState.INCOMPLETE, reason="it has no manifest")
+    try:
+        manifest = decode(data, path)
+    except CheckpointError as error:
+        state = CheckpointState.INCOMPLETE if is_torn(data) else CheckpointState.DAMAGED
+        state = CheckpointState.NEWER_FORMAT if "is newer than" in str(error) else state
+        return CheckpointInfo(name=name, uri=uri, state=state, reason=str(error))
+    problems = _size_problems(manifest, storage.list_files(name.directory))
+    if manifest.name != name:
+        problems.append(f"its manifest is that of {manifest.name}")
+    return CheckpointInfo(
+        name=name,
+        uri=uri,
+        state=CheckpointState.DAMAGED if problems else CheckpointState.COMPLETE,
+        reason="; ".join(problems),
+        size_bytes=manifest.size_bytes,
+        num_rows=manifest.num_rows,
+        created=manifest.created,
+        manifest=manifest,
+    )
+
+
+def _mark_abandoned(info: CheckpointInfo, first_steps: Mapping[int, int]) -> CheckpointInfo:
+    if info.state is not CheckpointState.COMPLETE:
+        return info
+    for epoch, first_step in sorted(first_steps.items()):
+        if epoch > info.name.epoch and info.name.step > first_step:
+            reason = f"abandoned: epoch {epoch} went on from step {first_step}"
+            return dataclasses.replace(info, state=CheckpointState.ABANDONED, reason=reason)
+    return info
+
+
+def _size_problems(manifest: Manifest, present: Mapping[str, int]) -> list[str]:
+    """One line for every file of the manifest that is missing or of another size."""
+    problems = []
+    for entry in manifest.files:
+        size = present.get(entry.path)
+        if size is None:
+            problems.append(f"{entry.shown}: the file is missing")
+        elif size != entry.size_bytes:
+            problems.append(f"{entry.shown}: truncated: {size} bytes, the manifest says {entry.size_bytes}")
+    return problems
+
+
+def _checksum(storage: Storage, path: str) -> str:
+    def attempt() -> str:
+        checksum = Checksum()
+        with storage.open_input(path) as stream:
+            while chunk := stream.read(_CHUNK_BYTES):
+                checksum.update(chunk)
+        return str(checksum)
+
+    return storage.retrying("read", path, attempt)
+
+
+def _resume_at(
+    infos: Sequence[CheckpointInfo], step: int, exclude: Collection[CheckpointName], where: str
+) -> ResumeDecision:
+    usable = (CheckpointState.COMPLETE, CheckpointState.ABANDONED)
+    at_step = sorted((i for i in infos if i.name.step == step), key=lambda i: i.name, reverse=True)
+    for info in at_step:
+        if info.state in usable and info.name not in exclude:
+            return ResumeDecision(info.manifest, f"resuming from {info.name}, as asked")
+    if at_step:
+        reason = at_step[0].reason or "failed to load"
+        raise CheckpointError(f"{where}: the checkpoint of step {step} cannot be used: {reason}")
+    steps = ", ".join(str(s) for s in sorted({i.name.step for i in infos if i.state in usable})) or "none"
+    raise CheckpointError(f"{where} has no checkpoint of step {step}; complete ones: {steps}")
