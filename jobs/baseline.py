@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from shoal.kernels.errors import ConfigError
@@ -42,7 +43,7 @@ def one_hot(table: pa.Table, cardinalities: Mapping[str, int], dense: Sequence[s
         column = table.column(name).combine_chunks()
         if pa.types.is_list(column.type):
             ids = column.flatten().to_numpy()
-            offsets = np.concatenate(([0], np.cumsum(pa.compute.list_value_length(column).to_numpy())))
+            offsets = np.concatenate(([0], np.cumsum(pc.list_value_length(column).to_numpy())))
         else:
             ids, offsets = column.to_numpy(), np.arange(num_rows + 1)
         blocks.append(sparse.csr_matrix((np.ones(len(ids)), ids, offsets), shape=(num_rows, width)))
@@ -82,9 +83,7 @@ def logistic_regression(
             best = (auc, c, model)
     assert best is not None, "c_grid is empty"
     test = _measure(best[2], x["test"], y["test"])
-    return BaselineResult(
-        auc=test["auc"], log_loss=test["log_loss"], valid_auc=best[0], regularisation_c=best[1]
-    )
+    return BaselineResult(auc=test["auc"], log_loss=test["log_loss"], valid_auc=best[0], regularisation_c=best[1])
 
 
 def _measure(model: Any, x: Any, y: np.ndarray) -> dict[str, float]:
