@@ -14,6 +14,7 @@ Cost: about 2 ns an id and 0.5 us a column, of which most is Arrow's export.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -56,6 +57,23 @@ def hash_string(value: str | bytes) -> int:
     return word - (1 << 64) if word >= 1 << 63 else word
 
 
+class ArrowTable:
+    """A table handed over to native code once, to be converted part by part. Keeps the columns' memory alive."""
+
+    def __init__(self, table: pa.Table | pa.RecordBatch) -> None:
+        self.native = _arrow.Table(table.__arrow_c_stream__())
+        self.arrow_schema: pa.Schema = table.schema
+        self.num_rows: int = table.num_rows
+
+
+class TablePart(NamedTuple):
+    """Rows [start, stop) of a table."""
+
+    table: ArrowTable
+    start: int
+    stop: int
+
+
 class BatchConverter:
     """Converts tables with the columns of one schema. Not for concurrent use; one per thread.
 
@@ -72,6 +90,7 @@ class BatchConverter:
             missing_dense_is_zero=schema.dense_missing == "zero",
             failures_max=violations_max,
         )
+        self._keys = schema.keys
         self._bound: pa.Schema | None = None
 
     @property
@@ -92,29 +111,36 @@ class BatchConverter:
             self._bound = arrow_schema
         return problems
 
-    def convert(self, table: pa.Table | pa.RecordBatch, *, position: int = 0) -> Batch:
-        """The rows of ``table`` as a Batch. Raises SchemaError for a type, RowError for a value."""
+    def convert(self, table: pa.Table | pa.RecordBatch | Sequence[TablePart], *, position: int = 0) -> Batch:
+        """The rows of a table, or of several parts of tables in order, as one Batch.
+
+        Raises SchemaError for a type, RowError for a value. The parts must have one schema.
+        """
         conversion = self.inspect(table, position=position)
         if conversion.violations:
             first = min(conversion.violations, key=lambda violation: violation.row)
             raise RowError(first.column, first.row, first.reason)
         return conversion.batch
 
-    def inspect(self, table: pa.Table | pa.RecordBatch, *, position: int = 0) -> Conversion:
+    def inspect(self, table: pa.Table | pa.RecordBatch | Sequence[TablePart], *, position: int = 0) -> Conversion:
         """As ``convert``, but violations are returned rather than raised. Raises SchemaError for a type."""
         from shoal.kernels.jagged import KeyedJaggedTensor
 
-        arrow_schema = table.schema
+        if not isinstance(table, Sequence):
+            arrow_table = ArrowTable(table)
+            table = [TablePart(arrow_table, 0, arrow_table.num_rows)]
+        arrow_schema = table[0].table.arrow_schema
+        assert all(part.table.arrow_schema.equals(arrow_schema) for part in table), "parts of different schemas"
         if self._bound is None or not arrow_schema.equals(self._bound):
             problems = self.check_types(arrow_schema)
             if problems:
                 raise SchemaError("; ".join(sentence for _, sentence in problems))
         values, offsets, weights, dense, labels, sample_weights, extras, counts, failures = self._native.convert(
-            table.__arrow_c_stream__()
+            [(part.table.native, part.start, part.stop) for part in table]
         )
         num_rows = labels.shape[0]
         features = KeyedJaggedTensor(
-            keys=self.schema.keys,
+            keys=self._keys,
             values=torch.from_numpy(values),
             weights=None if weights is None else torch.from_numpy(weights),
             offsets=torch.from_numpy(offsets),

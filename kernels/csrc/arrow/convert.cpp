@@ -182,14 +182,14 @@ void read_numbers(const ColumnView& view, float* target, int64_t stride) {
   }
 }
 
-int64_t count_rows(const std::vector<ArrowArray>& batches) {
+int64_t count_rows(const std::vector<Chunk>& chunks) {
   int64_t rows = 0;
-  for (const ArrowArray& batch : batches) rows += batch.length;
+  for (const Chunk& chunk : chunks) rows += chunk.num_rows;
   return rows;
 }
 
-ColumnView view_child(const ArrowArray& batch, int64_t child, const ColumnType& type) {
-  return view_column(type, *batch.children[child], batch.offset, batch.length);
+ColumnView view_child(const Chunk& chunk, int64_t child, const ColumnType& type) {
+  return view_column(type, *chunk.batch->children[child], chunk.batch->offset + chunk.start, chunk.num_rows);
 }
 
 // The problem of a sparse or extra column's type, or an empty string.
@@ -277,18 +277,18 @@ std::vector<std::pair<int, std::string>> Converter::bind(const ArrowSchema& sche
   return problems;
 }
 
-int64_t Converter::count_capacity(const std::vector<ArrowArray>& batches) const {
+int64_t Converter::count_capacity(const std::vector<Chunk>& chunks) const {
   int64_t capacity = 0;
   for (size_t s = 0; s < specs_.size(); ++s) {
     if (specs_[s].role != Role::kSparse) continue;
     const ColumnType& type = columns_[s].type;
-    for (const ArrowArray& batch : batches) {
-      if (batch.length == 0) continue;
+    for (const Chunk& chunk : chunks) {
+      if (chunk.num_rows == 0) continue;
       if (type.container == Container::kScalar) {
-        capacity += batch.length;
+        capacity += chunk.num_rows;
         continue;
       }
-      const ColumnView view = view_child(batch, columns_[s].child, type);
+      const ColumnView view = view_child(chunk, columns_[s].child, type);
       capacity += view.end(view.num_rows - 1) - view.begin(0);
       // A null list, whatever range it covers, may become one OOV id.
       if (view.may_have_null_rows()) capacity += view.num_rows;
@@ -297,49 +297,49 @@ int64_t Converter::count_capacity(const std::vector<ArrowArray>& batches) const 
   return capacity;
 }
 
-std::unique_ptr<BatchArrays> Converter::convert(const std::vector<ArrowArray>& batches) const {
+std::unique_ptr<BatchArrays> Converter::convert(const std::vector<Chunk>& chunks) const {
   if (!bound_) throw std::logic_error("convert() before a successful bind()");
-  const int64_t rows = count_rows(batches);
-  auto out = std::make_unique<BatchArrays>(rows, num_features_, count_capacity(batches), is_weighted_, num_dense_,
+  const int64_t rows = count_rows(chunks);
+  auto out = std::make_unique<BatchArrays>(rows, num_features_, count_capacity(chunks), is_weighted_, num_dense_,
                                            has_sample_weights_, num_extras_, num_specs());
   out->offsets.data()[0] = 0;
   int64_t feature = 0, dense = 0, extra = 0;
   for (int s = 0; s < static_cast<int>(specs_.size()); ++s) {
     switch (specs_[static_cast<size_t>(s)].role) {
-      case Role::kSparse: fill_feature(s, feature++, batches, out.get()); break;
-      case Role::kDense: fill_numbers(s, out->dense.data() + dense++, num_dense_, batches, out.get()); break;
-      case Role::kLabel: fill_numbers(s, out->labels.data(), 1, batches, out.get()); break;
-      case Role::kWeight: fill_numbers(s, out->sample_weights.data(), 1, batches, out.get()); break;
-      case Role::kExtra: fill_extra(s, out->extras.data() + rows * extra++, batches, out.get()); break;
+      case Role::kSparse: fill_feature(s, feature++, chunks, out.get()); break;
+      case Role::kDense: fill_numbers(s, out->dense.data() + dense++, num_dense_, chunks, out.get()); break;
+      case Role::kLabel: fill_numbers(s, out->labels.data(), 1, chunks, out.get()); break;
+      case Role::kWeight: fill_numbers(s, out->sample_weights.data(), 1, chunks, out.get()); break;
+      case Role::kExtra: fill_extra(s, out->extras.data() + rows * extra++, chunks, out.get()); break;
     }
   }
   return out;
 }
 
-void Converter::fill_feature(int spec, int64_t feature, const std::vector<ArrowArray>& batches, BatchArrays* out) const {
+void Converter::fill_feature(int spec, int64_t feature, const std::vector<Chunk>& chunks, BatchArrays* out) const {
   const Bound& column = columns_[static_cast<size_t>(spec)];
   FailureLog log(spec, options_.failures_max, out);
   int64_t* row_offsets = out->offsets.data() + feature * out->num_rows + 1;
   FeatureWriter writer(specs_[static_cast<size_t>(spec)], is_weighted_, row_offsets, out, &log);
-  for (const ArrowArray& batch : batches) {
-    const ColumnView ids = view_child(batch, column.child, column.type);
+  for (const Chunk& chunk : chunks) {
+    const ColumnView ids = view_child(chunk, column.child, column.type);
     if (column.weights_child < 0) {
       writer.append(ids, nullptr);
       continue;
     }
-    const ColumnView weights = view_child(batch, column.weights_child, column.weights_type);
+    const ColumnView weights = view_child(chunk, column.weights_child, column.weights_type);
     writer.append(ids, &weights);
   }
 }
 
-void Converter::fill_numbers(int spec, float* target, int64_t stride, const std::vector<ArrowArray>& batches,
+void Converter::fill_numbers(int spec, float* target, int64_t stride, const std::vector<Chunk>& chunks,
                              BatchArrays* out) const {
   const Bound& column = columns_[static_cast<size_t>(spec)];
   const Role role = specs_[static_cast<size_t>(spec)].role;
   FailureLog log(spec, options_.failures_max, out);
   int64_t first = 0;
-  for (const ArrowArray& batch : batches) {
-    const ColumnView view = view_child(batch, column.child, column.type);
+  for (const Chunk& chunk : chunks) {
+    const ColumnView view = view_child(chunk, column.child, column.type);
     float* rows = target + first * stride;
     read_numbers(view, rows, stride);
     for (int64_t row = 0; row < view.num_rows; ++row) {
@@ -362,12 +362,12 @@ void Converter::fill_numbers(int spec, float* target, int64_t stride, const std:
   }
 }
 
-void Converter::fill_extra(int spec, int64_t* target, const std::vector<ArrowArray>& batches, BatchArrays* out) const {
+void Converter::fill_extra(int spec, int64_t* target, const std::vector<Chunk>& chunks, BatchArrays* out) const {
   const Bound& column = columns_[static_cast<size_t>(spec)];
   FailureLog log(spec, options_.failures_max, out);
   int64_t first = 0;
-  for (const ArrowArray& batch : batches) {
-    const ColumnView view = view_child(batch, column.child, column.type);
+  for (const Chunk& chunk : chunks) {
+    const ColumnView view = view_child(chunk, column.child, column.type);
     const IdReader reader(view, view.num_rows);
     for (int64_t row = 0; row < view.num_rows; ++row) {
       const int64_t at = view.first_row + row;

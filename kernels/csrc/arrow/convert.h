@@ -58,6 +58,13 @@ struct ConverterOptions {
   int64_t failures_max = 1;  // Kept per column; all are counted.
 };
 
+// Rows [start, start + num_rows) of a record batch.
+struct Chunk {
+  const ArrowArray* batch;
+  int64_t start;
+  int64_t num_rows;
+};
+
 class Converter {
  public:
   Converter(std::vector<ColumnSpec> specs, ConverterOptions options);
@@ -65,8 +72,8 @@ class Converter {
   // Finds the columns in `schema` and checks their types. Returns (spec, sentence) per problem; empty means bound.
   std::vector<std::pair<int, std::string>> bind(const ArrowSchema& schema);
 
-  // Converts the record batches, in order, as one batch. They must have the bound schema.
-  std::unique_ptr<BatchArrays> convert(const std::vector<ArrowArray>& batches) const;
+  // Converts the rows of the chunks, in order, as one batch. They must have the bound schema.
+  std::unique_ptr<BatchArrays> convert(const std::vector<Chunk>& chunks) const;
 
   bool is_bound() const { return bound_; }
   bool is_weighted() const { return is_weighted_; }
@@ -85,11 +92,11 @@ class Converter {
   };
 
   std::string find(const ArrowSchema& schema, const std::string& name, int64_t* child, ColumnType* type) const;
-  int64_t count_capacity(const std::vector<ArrowArray>& batches) const;
-  void fill_feature(int spec, int64_t feature, const std::vector<ArrowArray>& batches, BatchArrays* out) const;
-  void fill_numbers(int spec, float* target, int64_t stride, const std::vector<ArrowArray>& batches,
+  int64_t count_capacity(const std::vector<Chunk>& chunks) const;
+  void fill_feature(int spec, int64_t feature, const std::vector<Chunk>& chunks, BatchArrays* out) const;
+  void fill_numbers(int spec, float* target, int64_t stride, const std::vector<Chunk>& chunks,
                     BatchArrays* out) const;
-  void fill_extra(int spec, int64_t* target, const std::vector<ArrowArray>& batches, BatchArrays* out) const;
+  void fill_extra(int spec, int64_t* target, const std::vector<Chunk>& chunks, BatchArrays* out) const;
 
   std::vector<ColumnSpec> specs_;
   ConverterOptions options_;

@@ -4,6 +4,7 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
+#include <algorithm>
 #include <cstring>
 #include <memory>
 #include <stdexcept>
@@ -34,45 +35,66 @@ nb::object to_numpy(Buffer<T>& buffer, std::initializer_list<size_t> shape) {
   return nb::cast(nb::ndarray<nb::numpy, T>(owned->data, shape, owner));
 }
 
-// Reads all record batches of a stream and releases them at the end.
-class StreamReader {
+// The record batches of an Arrow stream, held in place until the table dies.
+class Table {
  public:
-  explicit StreamReader(nb::handle capsule) {
+  explicit Table(nb::handle capsule) {
     void* pointer = PyCapsule_GetPointer(capsule.ptr(), "arrow_array_stream");
     if (pointer == nullptr) throw nb::python_error();
-    stream_ = static_cast<ArrowArrayStream*>(pointer);
-    if (stream_->release == nullptr) throw std::invalid_argument("the Arrow stream was already consumed");
-  }
-  StreamReader(const StreamReader&) = delete;
-  StreamReader& operator=(const StreamReader&) = delete;
-  ~StreamReader() {
-    for (ArrowArray& batch : batches_) batch.release(&batch);
-  }
-
-  const std::vector<ArrowArray>& read_all() {
+    auto* stream = static_cast<ArrowArrayStream*>(pointer);
+    if (stream->release == nullptr) throw std::invalid_argument("the Arrow stream was already consumed");
+    nb::gil_scoped_release release;
     for (;;) {
       ArrowArray batch;
       std::memset(&batch, 0, sizeof batch);
-      if (stream_->get_next(stream_, &batch) != 0) {
-        const char* message = stream_->get_last_error(stream_);
-        throw std::runtime_error(message != nullptr ? message : "reading the Arrow stream failed");
+      if (stream->get_next(stream, &batch) != 0) {
+        const char* message = stream->get_last_error(stream);
+        const std::string text = message != nullptr ? message : "reading the Arrow stream failed";
+        release_all();
+        throw std::runtime_error(text);
       }
-      if (batch.release == nullptr) return batches_;
+      if (batch.release == nullptr) return;
+      num_rows_ += batch.length;
       batches_.push_back(batch);
+    }
+  }
+  Table(const Table&) = delete;
+  Table& operator=(const Table&) = delete;
+  ~Table() { release_all(); }
+
+  int64_t num_rows() const { return num_rows_; }
+
+  // Appends rows [start, stop), one chunk per record batch they touch.
+  void append_chunks(int64_t start, int64_t stop, std::vector<Chunk>* chunks) const {
+    if (start < 0 || stop > num_rows_ || start > stop) throw std::out_of_range("rows outside the table");
+    int64_t first = 0;
+    for (const ArrowArray& batch : batches_) {
+      const int64_t begin = std::max(start, first), end = std::min(stop, first + batch.length);
+      if (begin < end) chunks->push_back({&batch, begin - first, end - begin});
+      first += batch.length;
     }
   }
 
  private:
-  ArrowArrayStream* stream_;
+  void release_all() {
+    for (ArrowArray& batch : batches_) batch.release(&batch);
+    batches_.clear();
+  }
+
   std::vector<ArrowArray> batches_;
+  int64_t num_rows_ = 0;
 };
 
-nb::object convert(const Converter& converter, nb::handle capsule) {
+nb::object convert(const Converter& converter, nb::list parts) {
+  std::vector<Chunk> chunks;
+  for (nb::handle item : parts) {
+    nb::tuple part = nb::cast<nb::tuple>(item);
+    nb::cast<const Table&>(part[0]).append_chunks(nb::cast<int64_t>(part[1]), nb::cast<int64_t>(part[2]), &chunks);
+  }
   std::unique_ptr<BatchArrays> out;
   {
-    StreamReader reader(capsule);
     nb::gil_scoped_release release;
-    out = converter.convert(reader.read_all());
+    out = converter.convert(chunks);
   }
   const auto rows = static_cast<size_t>(out->num_rows);
   const auto features = static_cast<size_t>(converter.num_features());
@@ -126,7 +148,10 @@ NB_MODULE(_arrow, m) {
           },
           nb::arg("columns"), nb::arg("labels_are_binary"), nb::arg("missing_dense_is_zero"), nb::arg("failures_max"))
       .def("bind", &bind_schema, nb::arg("schema"), "Problems of an Arrow schema as (column, sentence); [] if bound.")
-      .def("convert", &convert, nb::arg("stream"), "All record batches of an Arrow stream as one training batch.");
+      .def("convert", &convert, nb::arg("parts"), "The rows of [(table, start, stop), ...] as one training batch.");
+  nb::class_<Table>(m, "Table")
+      .def(nb::init<nb::handle>(), nb::arg("stream"), "Takes the record batches of an Arrow stream capsule.")
+      .def_prop_ro("num_rows", &Table::num_rows);
   m.def(
       "xxh64",
       [](nb::bytes data, uint64_t seed) { return xxh64(data.c_str(), static_cast<uint64_t>(data.size()), seed); },

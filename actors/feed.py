@@ -1,0 +1,331 @@
+"""Where a rank's batches come from: the slice of global batch s that belongs to it (PROTOCOLS D; promise 3).
+
+``LocalFeed`` reads the files in this process; ``RayFeed`` takes blocks from the Feeder actor. Both yield the same
+batches, prepared ahead by a thread. A step's batch depends on (order, step, rank, world size, shares) only, so a feed can
+be moved to any step and any slice at any time.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+
+from shoal.actors.dataset import Dataset
+from shoal.actors.windows import POSITION, DataOrder, WindowLike, WindowReader
+from shoal.kernels.arrow import ArrowTable, BatchConverter, TablePart
+from shoal.kernels.errors import ExchangeTimeoutError, RowError
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+    from shoal.kernels.batch import Batch
+    from shoal.kernels.schema import Schema
+
+#: Fetches arranged tables that hold the given lanes of a window and have no position in common.
+FetchWindow = Callable[[WindowLike, tuple[int, ...]], "Sequence[pa.Table]"]
+
+#: An arranged table as the slicer keeps it: int64 positions, ascending, and the columns in native hands.
+_Arranged = tuple[np.ndarray, ArrowTable]
+
+
+@dataclasses.dataclass(frozen=True)
+class Assignment:
+    """Which slice of every global batch a rank takes."""
+
+    rank: int = 0
+    world_size: int = 1
+    #: Relative amounts of work per rank; None: equal.
+    shares: tuple[float, ...] | None = None
+
+
+class BatchSource(Protocol):
+    """A rank's batches by step. ``next_batch`` of consecutive steps is fast; any other step is a seek."""
+
+    def next_batch(self, step: int) -> Batch: ...
+    def reassign(self, rank: int, world_size: int, shares: Sequence[float] | None = None) -> None: ...
+    def close(self) -> None: ...
+
+
+class Prefetcher:
+    """Runs ``load(step)`` for consecutive steps in a thread, at most ``depth`` ahead of the consumer.
+
+    An exception of ``load`` is raised by the next ``get``, with the thread's traceback, until ``restart`` clears it.
+    """
+
+    def __init__(
+        self,
+        load: Callable[[int], Batch],
+        *,
+        start_step: int,
+        stop_step: int | None,
+        depth: int,
+        timeout_s: float,
+        describe: Callable[[], str],
+    ) -> None:
+        self._load = load
+        self._stop_step = stop_step
+        self._depth = depth
+        self._timeout_s = timeout_s
+        self._describe = describe
+        self._changed = threading.Condition()
+        self._next = start_step
+        self._loading: int | None = None
+        self._ready: dict[int, Batch] = {}
+        self._error: BaseException | None = None
+        self._generation = 0
+        self._is_closed = False
+        self._thread = threading.Thread(target=self._run, name="shoal-feed", daemon=True)
+        self._thread.start()
+
+    def get(self, step: int) -> Batch:
+        """The batch of a step. Raises what ``load`` raised, or ExchangeTimeoutError saying what is missing."""
+        assert self._stop_step is None or step < self._stop_step, f"step {step} is beyond the last, {self._stop_step}"
+        deadline = time.monotonic() + self._timeout_s
+        with self._changed:
+            if self._error is None and step not in self._ready and step not in (self._loading, self._next):
+                self._seek(step)
+            while self._error is None and step not in self._ready:
+                assert not self._is_closed, "the feed is closed"
+                left_s = deadline - time.monotonic()
+                if left_s <= 0:
+                    raise ExchangeTimeoutError(
+                        f"the feed did not deliver the batch of step {step} within {self._timeout_s:g} s: "
+                        f"{self._describe()}"
+                    )
+                self._changed.wait(left_s)
+            if self._error is not None:
+                raise self._error
+            batch = self._ready[step]
+            self._ready = {later: kept for later, kept in self._ready.items() if later > step}
+            self._changed.notify_all()
+            return batch
+
+    def restart(self, step: int) -> None:
+        """Forget what is prepared, and any error, and go on from ``step``: a rewind, or the slice has changed."""
+        with self._changed:
+            self._seek(step)
+
+    def close(self) -> None:
+        """Stop the thread; waits for a load in progress at most 5 s (the thread is a daemon)."""
+        with self._changed:
+            self._is_closed = True
+            self._changed.notify_all()
+        self._thread.join(5.0)
+
+    def _seek(self, step: int) -> None:
+        """With the lock held. A load in progress belongs to an older generation now, so its result is dropped."""
+        self._generation += 1
+        self._ready = {}
+        self._error = None
+        self._loading = None
+        self._next = step
+        self._changed.notify_all()
+
+    def _may_load(self) -> bool:
+        is_past_end = self._stop_step is not None and self._next >= self._stop_step
+        return self._error is None and not is_past_end and len(self._ready) < self._depth
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                while not self._is_closed and not self._may_load():
+                    self._changed.wait()
+                if self._is_closed:
+                    return
+                step, generation = self._next, self._generation
+                self._loading, self._next = step, step + 1
+            batch, error = None, None
+            try:
+                batch = self._load(step)
+            except BaseException as caught:  # Whatever it is, it belongs to the trainer's thread.
+                error = caught
+            with self._changed:
+                if generation != self._generation:
+                    continue
+                self._loading = None
+                if batch is not None:
+                    self._ready[step] = batch
+                self._error = error
+                self._changed.notify_all()
+
+
+class Slicer:
+    """Makes the batch of a step from windows fetched ahead. ``load`` runs in one thread; ``assign`` may in any."""
+
+    def __init__(
+        self,
+        order: DataOrder,
+        schema: Schema,
+        arrow_schema: pa.Schema,
+        fetch: FetchWindow,
+        *,
+        by_lane: bool,
+        assignment: Assignment,
+        stop_step: int | None,
+    ) -> None:
+        self._order = order
+        self._converter = BatchConverter(schema)
+        self._columns = arrow_schema.names
+        self._empty = [TablePart(ArrowTable(arrow_schema.empty_table()), 0, 0)]
+        self._fetch = fetch
+        self._by_lane = by_lane
+        self._stop_step = stop_step
+        self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="shoal-window")
+        self._windows: dict[tuple[Any, ...], Future[list[_Arranged]]] = {}
+        self.assignment = assignment
+        self.waiting_for = "nothing yet"
+
+    def load(self, step: int) -> Batch:
+        """The batch of a step. Raises DataError naming file, row group and row of a value that is not allowed."""
+        mine = self.assignment
+        whole = self._order.locate(step)
+        start, stop = self._order.rank_range(step, mine.rank, mine.world_size, mine.shares)
+        fetched = self._fetch_ahead(mine, self._order.windows_of(whole.epoch, whole.start, whole.stop))
+        pieces: list[tuple[np.ndarray, TablePart]] = []
+        for window, arranged in fetched:
+            self.waiting_for = f"waiting for window {window.index} of epoch {window.epoch}"
+            for positions, table in arranged.result():
+                first, last = np.searchsorted(positions, [start, stop]).tolist()
+                if first < last:
+                    pieces.append((positions[first:last], TablePart(table, first, last)))
+        self.waiting_for = f"converting the batch of step {step}"
+        pieces.sort(key=lambda piece: piece[0][0])
+        try:
+            return self._converter.convert([part for _, part in pieces] or self._empty, position=start)
+        except RowError as error:
+            position = int(np.concatenate([positions for positions, _ in pieces])[error.row])
+            raise error.located(*self._order.origin(whole.epoch, position)) from None
+
+    def close(self) -> None:
+        """Drop the windows and stop fetching."""
+        self._pool.shutdown(wait=False, cancel_futures=True)
+        self._windows = {}
+
+    def _fetch_ahead(
+        self, mine: Assignment, windows: Sequence[WindowLike]
+    ) -> list[tuple[WindowLike, Future[list[_Arranged]]]]:
+        """The step's windows, being fetched, and in the background the one after them; others are forgotten.
+
+        Raises at once what a fetch raised, also where the window is not needed yet (D4).
+        """
+        wanted = [*windows]
+        follower = self._order.next_window(wanted[-1])
+        if self._is_needed(follower):
+            wanted.append(follower)
+        kept = {}
+        for window in wanted:
+            lanes = self._lanes(window, mine)
+            key = (window.epoch, window.index, lanes)
+            future = self._windows.pop(key, None)
+            if future is not None and future.done() and future.exception() is not None:
+                future.result()
+            kept[key] = future or self._pool.submit(self._fetch_window, window, lanes)
+        for future in self._windows.values():
+            future.cancel()
+        self._windows = kept
+        return list(zip(windows, kept.values()))
+
+    def _lanes(self, window: WindowLike, mine: Assignment) -> tuple[int, ...]:
+        if not self._by_lane:
+            return ()
+        return self._order.lanes_of(window, mine.rank, mine.world_size, mine.shares)
+
+    def _is_needed(self, window: WindowLike) -> bool:
+        if self._stop_step is None:
+            return True
+        last = self._order.locate(max(self._stop_step - 1, 0))
+        return (window.epoch, window.start) < (last.epoch, last.stop)
+
+    def _fetch_window(self, window: WindowLike, lanes: tuple[int, ...]) -> list[_Arranged]:
+        return [
+            (table.column(POSITION).to_numpy(), ArrowTable(table.select(self._columns)))
+            for table in self._fetch(window, lanes)
+            if table.num_rows > 0
+        ]
+
+
+class _PrefetchingFeed:
+    """What both feeds share: a slicer behind a prefetcher."""
+
+    def __init__(
+        self,
+        slicer: Slicer,
+        *,
+        start_step: int,
+        stop_step: int | None,
+        prefetch_batches: int,
+        timeout_s: float,
+        source: str,
+    ) -> None:
+        self._slicer = slicer
+        self._next_step = start_step
+        self._prefetcher = Prefetcher(
+            slicer.load,
+            start_step=start_step,
+            stop_step=stop_step,
+            depth=prefetch_batches,
+            timeout_s=timeout_s,
+            describe=lambda: f"{slicer.waiting_for} ({source})",
+        )
+
+    def next_batch(self, step: int) -> Batch:
+        """This rank's slice of global batch ``step``, with 0 rows where the batch is shorter than the world.
+
+        Raises DataError or SchemaError for bad data and what a reader raised, at the latest one step after it happened;
+        ExchangeTimeoutError naming what is missing when the deadline passes.
+        """
+        batch = self._prefetcher.get(step)
+        self._next_step = step + 1
+        return batch
+
+    def reassign(self, rank: int, world_size: int, shares: Sequence[float] | None = None) -> None:
+        """Take the slice of another rank from the next step on (a view change)."""
+        self._slicer.assignment = Assignment(rank, world_size, None if shares is None else tuple(shares))
+        self._prefetcher.restart(self._next_step)
+
+    def close(self) -> None:
+        """Stop the threads. Not reusable afterwards."""
+        self._prefetcher.close()
+        self._slicer.close()
+
+
+class LocalFeed(_PrefetchingFeed):
+    """Batches read from the files in this process: for ``num_workers=0``, evaluation and tests."""
+
+    def __init__(
+        self,
+        dataset: Dataset,
+        order: DataOrder,
+        schema: Schema,
+        *,
+        assignment: Assignment | None = None,
+        start_step: int = 0,
+        stop_step: int | None = None,
+        prefetch_batches: int = 4,
+        timeout_s: float = 120.0,
+    ) -> None:
+        """``stop_step``: the first step that is not wanted, nothing beyond it is read; None: epochs without end."""
+        reader = WindowReader(dataset, order)
+        slicer = Slicer(
+            order,
+            schema,
+            dataset.arrow_schema,
+            lambda window, lanes: [reader.read(window)],
+            by_lane=False,
+            assignment=assignment or Assignment(),
+            stop_step=stop_step,
+        )
+        super().__init__(
+            slicer,
+            start_step=start_step,
+            stop_step=stop_step,
+            prefetch_batches=prefetch_batches,
+            timeout_s=timeout_s,
+            source=f"reading {len(order.files)} files in this process",
+        )
