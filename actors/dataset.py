@@ -204,9 +204,7 @@ def _decoded(data_type: pa.DataType) -> pa.DataType:
 
 
 def _is_list(data_type: pa.DataType) -> bool:
-    return (
-        pa.types.is_list(data_type) or pa.types.is_large_list(data_type) or pa.types.is_fixed_size_list(data_type)
-    )
+    return pa.types.is_list(data_type) or pa.types.is_large_list(data_type) or pa.types.is_fixed_size_list(data_type)
 
 
 def _is_text(data_type: pa.DataType) -> bool:

@@ -273,7 +273,7 @@ class VirtualOrder:
         return [self.locate(first + b) for b in range(window.start // size, (window.stop - 1) // size + 1)]
 
     def lane_rows(self, window: Window) -> list[np.ndarray]:
-        """Per lane, int64 offsets from ``window.start`` of its positions, ascending: what the blocks of a window hold."""
+        """Per lane, its positions in the window, ascending, as int64 offsets from ``window.start``."""
         import numpy as np
 
         pieces: list[list[np.ndarray]] = [[] for _ in range(self.spec.num_lanes)]
