@@ -13,6 +13,7 @@ import re
 from collections.abc import Iterator
 from typing import Any, ClassVar, Literal
 
+from shoal.kernels.schema import Schema, SparseColumn
 from shoal.kernels.spec import TableSpec
 from shoal.platform.config_fields import ByteSize, Config, Problem, bounded
 from shoal.platform.config_train import (
@@ -134,10 +135,8 @@ class DataConfig(Config):
             if any(not path.strip() for path in getattr(self, name)):
                 yield Problem(name, "contains an empty path")
 
-    def schema(self) -> Any:
+    def schema(self) -> Schema:
         """The columns and their roles, as the feed takes them."""
-        from shoal.kernels.schema import Schema, SparseColumn
-
         taken = {field.name for field in dataclasses.fields(SparseColumn)}
         columns = (dataclasses.asdict(feature) for feature in self.sparse)
         sparse = [SparseColumn(**{k: v for k, v in column.items() if k in taken}) for column in columns]

@@ -12,6 +12,7 @@ from shoal.kernels.spec import DataType, OptimizerKind, OptimizerSpec, TableSpec
 from shoal.platform.config_fields import Config, Problem, bounded
 from shoal.platform.placement import default_num_blocks
 
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ScheduleConfig(Config):
     """A learning-rate schedule: a factor that is a pure function of the step."""

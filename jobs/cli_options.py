@@ -1,0 +1,73 @@
+"""Options that several subcommands share, and how they become a job. Imports nothing heavy at the top."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from shoal.platform.config import JobConfig
+
+
+def add_job(parser: argparse.ArgumentParser, what: str = "job file (YAML)") -> None:
+    """The job file and its overrides."""
+    parser.add_argument("job", metavar="JOB", help=what)
+    add_overrides(parser)
+
+
+def add_overrides(parser: argparse.ArgumentParser) -> None:
+    """``-o key.path=value``, any number of times."""
+    parser.add_argument(
+        "-o",
+        "--override",
+        dest="overrides",
+        metavar="KEY=VALUE",
+        action="append",
+        default=[],
+        help="override a value of the job, e.g. -o train.lr=0.1 (again for more; list entries by position)",
+    )
+
+
+def add_address(parser: argparse.ArgumentParser) -> None:
+    """The Ray cluster to use."""
+    text = "Ray cluster (host:port or auto); default: the submitted job's own cluster, else a local one"
+    parser.add_argument("--address", metavar="ADDRESS", help=text)
+
+
+def add_json(parser: argparse.ArgumentParser) -> None:
+    """``--json`` for machines."""
+    parser.add_argument("--json", action="store_true", help="print JSON")
+
+
+def load_job(args: argparse.Namespace) -> JobConfig:
+    """The validated job that the arguments name, with overrides and ``--address`` applied."""
+    from shoal.platform.config_file import load_config
+
+    config = load_config(args.job, args.overrides)
+    return with_address(config, args)
+
+
+def with_address(config: JobConfig, args: argparse.Namespace) -> JobConfig:
+    """The job with ``--address`` in place of scaling.address, where it was given."""
+    if getattr(args, "address", None):
+        return config.replace(scaling=config.scaling.replace(address=args.address))
+    return config
+
+
+def print_json(value: Any) -> None:
+    """One JSON document on stdout."""
+    json.dump(value, sys.stdout, indent=2, default=str)
+    print()
+
+
+def print_table(rows: list[list[str]], header: list[str], *, right: frozenset[int] = frozenset()) -> None:
+    """Aligned columns; those whose index is in ``right`` are right-aligned."""
+    lines = [header, *rows]
+    widths = [max(len(line[i]) for line in lines) for i in range(len(header))]
+    for line in lines:
+        cells = [
+            cell.rjust(width) if i in right else cell.ljust(width) for i, (cell, width) in enumerate(zip(line, widths))
+        ]
+        print("  ".join(cells).rstrip())

@@ -1,0 +1,43 @@
+"""``shoal train``: run a job."""
+
+from __future__ import annotations
+
+import argparse
+from typing import TYPE_CHECKING
+
+from shoal.jobs.cli_options import add_address, add_job, add_json, load_job, print_json
+
+if TYPE_CHECKING:
+    from shoal.platform.config import JobConfig
+
+HELP = "train the model of a job file"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_job(parser)
+    add_address(parser)
+    add_json(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    return run_job(load_job(args), as_json=args.json)
+
+
+def run_job(config: JobConfig, *, as_json: bool = False) -> int:
+    """Check, train, and say what came out and what to do next."""
+    from shoal.platform.preflight import check_job
+
+    check_job(config)
+    from shoal.jobs.next_steps import format_next_steps, next_commands
+    from shoal.jobs.train import ElasticTrainer
+
+    result = ElasticTrainer.from_config(config).fit()
+    if as_json:
+        print_json({"run_dir": result.path, "checkpoint": result.checkpoint, "metrics": dict(result.metrics)})
+        return 0
+    metrics = " ".join(f"{name}={value:.5g}" for name, value in result.metrics.items() if isinstance(value, float))
+    print(f"run {config.run.name} finished: {metrics}")
+    has_test_data = bool(config.data.test or config.data.eval)
+    commands = next_commands(result.path, has_test_data=has_test_data, has_checkpoint=result.checkpoint is not None)
+    print(format_next_steps(commands))
+    return 0
