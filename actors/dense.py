@@ -125,7 +125,7 @@ class DenseReplica:
         return tensors
 
     def _optimizer_slots(self) -> Iterable[tuple[str, str, Tensor]]:
-        """(parameter, slot, value): slots of a flat state are 1-D pieces of it; its scalars (step) are 0-D, repeated."""
+        """(parameter, slot, value): slots of a flat state are 1-D pieces of it; its scalars (step) are 0-D."""
         if self.optimizer is None:
             return
         for name, parameter in self._named:
