@@ -6,9 +6,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from shoal.actors.sharded import default_num_blocks
 from shoal.kernels.errors import PlanError
 from shoal.kernels.spec import TableSpec
-from shoal.platform.placement import ShardingType, default_num_blocks, plan_placement, table_bytes
+from shoal.platform.placement import ShardingType, plan_placement, table_bytes
 
 
 def _tables(sizes: list[int]) -> list[TableSpec]:

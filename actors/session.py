@@ -1,0 +1,481 @@
+"""Session: one rank's data plane in one view. It ties the collections of a model to row store, step plan and exchange.
+
+A training step is ``begin`` (route, header, ids, values: every collection's output for the batch is then known),
+the model's forward and backward, and ``end`` (row and dense gradients in one round, then apply or skip on all ranks
+alike). The number of collectives is a constant: header, ids, values, gradients, and one more when the dense gradients
+are too large to send whole (S6); each further lookup of a collection with another KeyedJaggedTensor adds its own
+header, ids and values.
+
+No rank ever skips an exchange: a rank without data takes part with 0 samples, and a rank with an error of its own
+sends its status, so that all raise the same error before any owner applies (S10).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import time
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from shoal.actors.sharded import Collection, ModelTables
+from shoal.kernels.dense_reduce import DenseReducer
+from shoal.kernels.errors import BadIdError, NonFiniteError, PeerError, ShoalError
+from shoal.kernels.exchange import Exchange, Flags, Header, Kind
+from shoal.kernels.jagged import KeyedJaggedTensor
+from shoal.kernels.plan import Lookup, StepPlan
+from shoal.kernels.rowstore import RowStore
+
+
+class Status(enum.IntEnum):
+    """What a rank says of its own part of a step; anything but OK keeps every owner from applying."""
+
+    OK = 0
+    BAD_ID = 1
+    NON_FINITE = 2
+    ERROR = 3
+
+
+@dataclasses.dataclass(frozen=True)
+class StepHead:
+    """What all ranks know once the headers of a step are in."""
+
+    step: int
+    #: Sum of sample weights over all ranks: the denominator of the loss.
+    loss_weight: float
+    num_samples: int
+    flags: Flags
+    committed: int
+
+
+@dataclasses.dataclass(frozen=True)
+class StepEnd:
+    """How a step ended on all ranks."""
+
+    is_applied: bool
+    #: Ranks whose loss or gradients were not finite.
+    non_finite_ranks: tuple[int, ...] = ()
+
+
+@dataclasses.dataclass
+class _Round:
+    """One lookup of one KeyedJaggedTensor: its native state and the outputs that autograd sees."""
+
+    lookup: Lookup
+    kjt: KeyedJaggedTensor
+    #: Per collection its output tensors (one if pooled, one per feature if not); None if not part of this round.
+    outputs: list[list[Tensor] | None]
+
+
+class PhaseClock:
+    """Seconds per named phase of the current step; ``take`` returns and clears them."""
+
+    def __init__(self) -> None:
+        self._seconds: dict[str, float] = {}
+        self._last = time.perf_counter()
+
+    def start(self) -> None:
+        """Start a phase whose name is known only at its end."""
+        self._last = time.perf_counter()
+
+    def mark(self, phase: str) -> None:
+        """End the running phase as ``phase``; the next begins."""
+        now = time.perf_counter()
+        self._seconds[phase] = self._seconds.get(phase, 0.0) + now - self._last
+        self._last = now
+
+    def take(self) -> dict[str, float]:
+        """Seconds per phase since the last call."""
+        seconds, self._seconds = self._seconds, {}
+        return seconds
+
+
+class _OutputPool:
+    """Output memory reused from step to step. A buffer that someone still holds is left to them and replaced."""
+
+    def __init__(self) -> None:
+        self._buffers: dict[tuple[int, int], Tensor] = {}
+
+    def take(self, key: tuple[int, int], rows: int, width: int) -> Tensor:
+        """float32 [rows, width], contents undefined; a fresh tensor object that wants a gradient may be made of it."""
+        size = rows * width
+        buffer = self._buffers.get(key)
+        storage_is_ours = buffer is not None and torch._C._storage_Use_Count(buffer.untyped_storage()._cdata) <= 2
+        if buffer is None or buffer.numel() < size or not storage_is_ours:
+            buffer = self._buffers[key] = torch.empty(max(size, 1))
+        return buffer[:size].view(rows, width).detach()
+
+
+class Session:
+    """One rank's data plane.
+
+    Args:
+        model_tables: tables, features and collections of the model (its collections are attached here).
+        store: the rows this rank owns.
+        plan: the step plan of the view.
+        exchange: framed collectives of the view.
+        timeout_s: deadline of every exchange.
+    """
+
+    def __init__(
+        self,
+        model_tables: ModelTables,
+        store: RowStore,
+        plan: StepPlan,
+        exchange: Exchange,
+        *,
+        timeout_s: float = 10.0,
+    ) -> None:
+        self.model_tables = model_tables
+        self.store = store
+        self.plan = plan
+        self.exchange = exchange
+        self.timeout_s = timeout_s
+        self.clock = PhaseClock()
+        self.dense_reducer: DenseReducer | None = None
+        self._learning_rates = np.array([spec.optimizer.lr for spec in model_tables.tables], dtype=np.float32)
+        self._free: list[Lookup] = []
+        self._rounds: list[_Round] = []
+        self._pool = _OutputPool()
+        self._columns: dict[tuple[tuple[str, ...], int], np.ndarray] = {}
+        self._step = -1
+        self._is_training = False
+        for index, (_, module) in enumerate(model_tables.collections):
+            module.attach(lambda collection, kjt, index=index: self._lookup(index, kjt))
+
+    def detach(self) -> None:
+        """Give the collections back to themselves."""
+        for _, module in self.model_tables.collections:
+            module.detach()
+
+    # ---- a step ---------------------------------------------------------------------------------------------------
+
+    def begin(
+        self,
+        step: int,
+        kjt: KeyedJaggedTensor,
+        *,
+        is_training: bool,
+        loss_weight: float = 0.0,
+        flags: Flags = Flags.NONE,
+        error: BaseException | None = None,
+    ) -> StepHead:
+        """Open step ``step`` with this rank's sparse features: after it every collection's output is at hand.
+
+        Args:
+            kjt: [num keys x B] bags of this rank's slice of the global batch, B >= 0.
+            loss_weight: sum of this rank's sample weights.
+            error: this rank cannot take part properly (its feed failed): all ranks raise because of it.
+
+        Raises: the same typed error on every rank if any rank has a bad id or an error, or if ranks disagree.
+        """
+        self._discard_rounds()
+        self._step, self._is_training = step, is_training
+        self.clock.start()
+        kind = Kind.TRAIN if is_training else Kind.EVALUATE
+        headers = self._run_lookup(kjt, None, kind, loss_weight, flags, error)
+        head = StepHead(
+            step=step,
+            loss_weight=sum(header.loss_weight for header in headers),
+            num_samples=sum(header.num_samples for header in headers),
+            flags=self.exchange.flags,
+            committed=self.exchange.committed,
+        )
+        return head
+
+    def _lookup(self, collection: int, kjt: KeyedJaggedTensor) -> list[Tensor]:
+        """Called by an attached collection's forward: the prepared outputs, or a lookup of its own."""
+        for round_ in self._rounds:
+            outputs = round_.outputs[collection]
+            if round_.kjt is kjt and outputs is not None:
+                return outputs
+        self._run_lookup(kjt, collection, Kind.LOOKUP, 0.0, Flags.NONE, None)
+        outputs = self._rounds[-1].outputs[collection]
+        assert outputs is not None
+        return outputs
+
+    def _run_lookup(
+        self,
+        kjt: KeyedJaggedTensor,
+        collection: int | None,
+        kind: Kind,
+        loss_weight: float,
+        flags: Flags,
+        error: BaseException | None,
+    ) -> list[Header]:
+        """Route, header, ids, values and pooling of one KeyedJaggedTensor for one collection, or (None) for all."""
+        lookup = self._free.pop() if self._free else self.plan.new_lookup()
+        sequence = len(self._rounds)
+        round_ = _Round(lookup, kjt, [None] * len(self.model_tables.collections))
+        self._rounds.append(round_)
+        status, detail = Status.OK, ""
+        if error is not None:
+            status, detail = Status.ERROR, f"{type(error).__name__}: {error}"
+        route = lookup.route(
+            kjt.values(),
+            kjt.offsets(),
+            kjt.weights_or_none(),
+            self._key_columns(kjt, collection),
+            kjt.stride(),
+            training=self._is_training,
+        )
+        if route.status and error is None:
+            status, detail = Status.BAD_ID, self._describe_bad_id(route)
+        self.clock.mark("route")
+        id_bytes = lookup.id_bytes()
+        headers = self.exchange.header(
+            self._step,
+            kind,
+            micro_batch=sequence,
+            section_bytes=id_bytes,
+            loss_weight=loss_weight,
+            num_samples=kjt.stride(),
+            status=int(status),
+            flags=flags,
+            detail=detail,
+            timeout_s=self.timeout_s,
+        )
+        self._raise_for_headers(headers, error)
+        incoming = self.exchange.incoming_bytes
+        ids = self.exchange.round(Kind.IDS, self._step, id_bytes[None, :], incoming[None, :])
+        lookup.write_ids(ids.send_addresses[0])
+        sources = ids.run(timeout_s=self.timeout_s)
+        self.clock.mark("F")
+        lookup.resolve(sources[0], incoming)
+        values = self.exchange.round(
+            Kind.VALUES, self._step, lookup.row_bytes_out()[None, :], lookup.row_bytes_in()[None, :]
+        )
+        lookup.write_rows(values.send_addresses[0])
+        self.clock.mark("gather")
+        sources = values.run(timeout_s=self.timeout_s)
+        self.clock.mark("F")
+        flat = self._make_outputs(round_, collection)
+        lookup.pool(sources[0], flat)
+        if self._is_training:
+            for outputs in round_.outputs:
+                for output in outputs or ():
+                    output.requires_grad_(True)
+        self.clock.mark("pool")
+        return headers
+
+    def end(
+        self,
+        *,
+        dense_grad: Tensor | None,
+        error: BaseException | None = None,
+        check_finite: bool = True,
+        is_finite: bool = True,
+        lr_scale: float = 1.0,
+    ) -> StepEnd:
+        """Close a training step: exchange row and dense gradients, then apply on all ranks, or skip on all.
+
+        Args:
+            dense_grad: float32 [n], this rank's summed dense gradients; replaced by the sum over ranks.
+            error: this rank failed in forward or backward; every rank raises because of it.
+            is_finite: whether this rank's losses were finite.
+            check_finite: also check the gradients of this rank.
+            lr_scale: multiplies every table's learning rate (a schedule).
+
+        Returns: whether the step was applied, and whose numbers were not finite.
+        """
+        self.clock.start()
+        grads = [self._flat_grads(round_) for round_ in self._rounds]
+        if is_finite and check_finite and error is None:
+            is_finite = _all_finite([g for flat in grads for g in flat] + ([] if dense_grad is None else [dense_grad]))
+        status = Status.ERROR if error is not None else Status.OK if is_finite else Status.NON_FINITE
+        reducer = self._reducer(dense_grad)
+        out = [round_.lookup.row_bytes_in() for round_ in self._rounds]
+        in_ = [round_.lookup.row_bytes_out() for round_ in self._rounds]
+        out.append(reducer.out_bytes)
+        in_.append(reducer.in_bytes)
+        self.clock.mark("rest")
+        exchange = self.exchange.round(Kind.GRADIENTS, self._step, np.stack(out), np.stack(in_))
+        for index, round_ in enumerate(self._rounds):
+            round_.lookup.segment_sum(grads[index], exchange.send_addresses[index])
+        self.clock.mark("segment_sum")
+        if dense_grad is not None:
+            reducer.write(dense_grad, exchange.send_addresses[-1])
+        sources = exchange.run(status=int(status), timeout_s=self.timeout_s)
+        self.clock.mark("B")
+        statuses = exchange.statuses
+        if any(s == Status.ERROR for s in statuses):
+            self._raise_peer_error(statuses, error)
+        bad = tuple(rank for rank, s in enumerate(statuses) if s == Status.NON_FINITE)
+        if dense_grad is not None:
+            reducer.reduce(sources[-1], dense_grad, self.exchange, self._step, timeout_s=self.timeout_s)
+            self.clock.mark("B")
+        if bad:
+            self._discard_rounds()
+            self.exchange.mark_applied(self._step)
+            return StepEnd(is_applied=False, non_finite_ranks=bad)
+        self.plan.apply(
+            [round_.lookup for round_ in self._rounds],
+            [sources[index] for index in range(len(self._rounds))],
+            self._step + 1,
+            self._learning_rates if lr_scale == 1.0 else self._learning_rates * np.float32(lr_scale),
+        )
+        self._free.extend(round_.lookup for round_ in self._rounds)
+        self._rounds = []
+        self.exchange.mark_applied(self._step)
+        self.clock.mark("apply")
+        return StepEnd(is_applied=True)
+
+    def close(self, step: int) -> None:
+        """Header-only closing exchange: after it every step up to ``step`` is committed on all ranks (S2)."""
+        self._discard_rounds()
+        self.exchange.close_step(step, timeout_s=self.timeout_s)
+
+    def gather_bytes(self, step: int, payload: bytes, *, kind: Kind = Kind.METRICS) -> list[bytes] | None:
+        """Send ``payload`` to rank 0, in one header and one round; returns all payloads there, None elsewhere."""
+        world, rank = self.exchange.world_size, self.exchange.rank
+        out = np.zeros(world, dtype=np.int64)
+        out[0] = len(payload)
+        headers = self.exchange.header(
+            step, kind, micro_batch=0, section_bytes=out, loss_weight=0.0, num_samples=0, timeout_s=self.timeout_s
+        )
+        self._raise_for_headers(headers, None)
+        incoming = self.exchange.incoming_bytes.copy()
+        round_ = self.exchange.round(kind, step, out[None, :], incoming[None, :])
+        if payload:
+            _copy_to(int(round_.send_addresses[0, 0]), payload)
+        sources = round_.run(timeout_s=self.timeout_s)
+        if rank != 0:
+            return None
+        return [_copy_from(int(sources[0, peer]), int(incoming[peer])) for peer in range(world)]
+
+    # ---- parts ----------------------------------------------------------------------------------------------------
+
+    def _discard_rounds(self) -> None:
+        if self._rounds:
+            lookups = [round_.lookup for round_ in self._rounds]
+            self.plan.discard(lookups)
+            self._free.extend(lookups)
+            self._rounds = []
+
+    def _key_columns(self, kjt: KeyedJaggedTensor, collection: int | None) -> np.ndarray:
+        """int32 [num features]: the column of each feature in ``kjt``, -1 where it takes no part in this lookup."""
+        cache_key = (tuple(kjt.keys()), -1 if collection is None else collection)
+        columns = self._columns.get(cache_key)
+        if columns is None:
+            position = {name: index for index, name in enumerate(kjt.keys())}
+            features = self.model_tables.features
+            wanted = [f for f in features if collection is None or f.collection == collection]
+            missing = sorted({f.name for f in wanted} - set(position))
+            if missing:
+                raise KeyError(f"the batch lacks features {missing}; it has {sorted(position)}")
+            columns = np.array(
+                [position[f.name] if collection in (None, f.collection) else -1 for f in features], dtype=np.int32
+            )
+            self._columns[cache_key] = columns
+        return columns
+
+    def _make_outputs(self, round_: _Round, collection: int | None) -> list[Tensor]:
+        """Output tensors in the plan's order; kept per collection in the round."""
+        flat: list[Tensor] = []
+        tables, sequence = self.model_tables.tables, self._rounds.index(round_)
+        batch = round_.kjt.stride()
+        for index in range(len(self.model_tables.collections)):
+            features = self.model_tables.features_of(index)
+            takes_part = collection is None or collection == index
+            if self.model_tables.is_pooled(index):
+                width = sum(tables[f.table].embedding_dim for _, f in features)
+                outputs = [self._pool.take((sequence, index), batch if takes_part else 0, width)]
+            else:
+                counts = round_.lookup.sequence_lengths()
+                outputs = [
+                    self._pool.take((sequence, (index << 20) + i), int(counts[i]), tables[f.table].embedding_dim)
+                    for i, f in features
+                ]
+            if takes_part:
+                round_.outputs[index] = outputs
+            flat.extend(outputs)
+        return flat
+
+    def _flat_grads(self, round_: _Round) -> list[Tensor]:
+        """Gradients in the plan's order; zeros for outputs the loss does not depend on."""
+        flat: list[Tensor] = []
+        for index in range(len(self.model_tables.collections)):
+            outputs = round_.outputs[index]
+            if outputs is None:
+                count = 1 if self.model_tables.is_pooled(index) else len(self.model_tables.features_of(index))
+                flat.extend(torch.empty(0) for _ in range(count))
+                continue
+            for output in outputs:
+                grad = output.grad
+                flat.append(torch.zeros_like(output) if grad is None else grad.contiguous())
+        return flat
+
+    def _reducer(self, dense_grad: Tensor | None) -> DenseReducer:
+        size = 0 if dense_grad is None else dense_grad.numel()
+        if self.dense_reducer is None or self.dense_reducer.num_elements != size:
+            self.dense_reducer = DenseReducer(size, rank=self.exchange.rank, world_size=self.exchange.world_size)
+        return self.dense_reducer
+
+    def _describe_bad_id(self, route) -> str:  # type: ignore[no-untyped-def]
+        feature = self.model_tables.features[route.bad_feature]
+        table = self.model_tables.tables[feature.table]
+        return (
+            f"rank {self.exchange.rank}: feature {feature.name!r} has id {route.bad_value} at value {route.bad_position} "
+            f"of its batch, outside table {table.name!r} [0, {table.num_embeddings}); fix the data or set the feature's "
+            "policy to hash, oov or drop"
+        )
+
+    def _raise_for_headers(self, headers: Sequence[Header], error: BaseException | None) -> None:
+        """Raise the error of the lowest rank that has one: the same on all ranks."""
+        for rank, header in enumerate(headers):
+            if header.status == Status.BAD_ID:
+                raise BadIdError(header.detail)
+            if header.status:
+                failure = PeerError(f"rank {rank} failed at step {header.step}: {header.detail}")
+                raise failure from error
+
+    def _raise_peer_error(self, statuses: Sequence[int], error: BaseException | None) -> None:
+        """Tell all ranks what went wrong on the lowest rank that failed, in one header of its own."""
+        detail = "" if error is None else f"{type(error).__name__}: {error}"
+        headers = self.exchange.header(
+            self._step,
+            Kind.CLOSE,
+            micro_batch=0,
+            section_bytes=np.zeros(self.exchange.world_size, dtype=np.int64),
+            loss_weight=0.0,
+            num_samples=0,
+            status=int(Status.ERROR if error is not None else Status.OK),
+            detail=detail,
+            timeout_s=self.timeout_s,
+        )
+        self._discard_rounds()
+        if isinstance(error, ShoalError):
+            raise error
+        self._raise_for_headers(headers, error)
+        raise PeerError(f"ranks {[r for r, s in enumerate(statuses) if s]} failed at step {self._step}") from error
+
+
+def non_finite_error(step: int, ranks: Sequence[int], skipped: int) -> NonFiniteError:
+    """The error of a run whose budget of skipped steps is used up."""
+    return NonFiniteError(
+        f"loss or gradients of step {step} are not finite on ranks {list(ranks)}; {skipped} steps were skipped already "
+        "(train.non_finite_skip_max). Lower the learning rate or check the inputs"
+    )
+
+
+def _all_finite(tensors: Sequence[Tensor]) -> bool:
+    """Whether all values are finite: a sum finds nearly every case, only a suspicious one is looked at in full."""
+    for tensor in tensors:
+        if tensor.numel() and not torch.isfinite(tensor.sum()) and not bool(torch.isfinite(tensor).all()):
+            return False
+    return True
+
+
+def _copy_to(address: int, payload: bytes) -> None:
+    import ctypes
+
+    ctypes.memmove(address, payload, len(payload))
+
+
+def _copy_from(address: int, size: int) -> bytes:
+    import ctypes
+
+    return ctypes.string_at(address, size) if size else b""
