@@ -101,19 +101,14 @@ class DenseReplica:
                     self.grad[start:end] = grad.reshape(-1)
                 parameter.grad = self.grad[start:end].view_as(parameter)
 
-    def step(self, lr_scale: float = 1.0) -> None:
-        """Apply the optimizer to the (already reduced) gradients; ``lr_scale`` multiplies every learning rate."""
+    def step(self, lr: float) -> None:
+        """Apply the optimizer to the (already reduced) gradients. ``lr`` is this step's rate; a factory's optimizer
+        keeps its own rates."""
         if self.optimizer is None:
             return
-        if lr_scale == 1.0:
-            self.optimizer.step()
-            return
-        base = [group["lr"] for group in self.optimizer.param_groups]
-        for group in self.optimizer.param_groups:
-            group["lr"] = group["lr"] * lr_scale
+        if self._flat_parameter is not None:
+            self.optimizer.param_groups[0]["lr"] = lr
         self.optimizer.step()
-        for group, lr in zip(self.optimizer.param_groups, base):
-            group["lr"] = lr
 
     def state_tensors(self) -> dict[str, Tensor]:
         """Flat names -> copies: ``model.<parameter or buffer>``, ``optimizer.<parameter>.<slot>``; no pickle needed."""

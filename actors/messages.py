@@ -85,6 +85,20 @@ class WorkerStatus:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class Progress:
+    """What rank 0 says at a log or evaluation boundary."""
+
+    #: "train" or "eval".
+    kind: str
+    #: Steps applied so far.
+    step: int
+    #: Metric name (its unit last) -> value.
+    values: Mapping[str, float]
+    #: Wall time of the window or evaluation.
+    seconds: float
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class SnapshotPart:
     """One rank's finished part of a checkpoint: what the controller needs to write the manifest (K1)."""
 

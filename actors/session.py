@@ -136,7 +136,6 @@ class Session:
         self.timeout_s = timeout_s
         self.clock = PhaseClock()
         self.dense_reducer: DenseReducer | None = None
-        self._learning_rates = np.array([spec.optimizer.lr for spec in model_tables.tables], dtype=np.float32)
         self._free: list[Lookup] = []
         self._rounds: list[_Round] = []
         self._pool = _OutputPool()
@@ -266,9 +265,9 @@ class Session:
         *,
         dense_grad: Tensor | None,
         error: BaseException | None = None,
+        learning_rates: np.ndarray,
         check_finite: bool = True,
         is_finite: bool = True,
-        lr_scale: float = 1.0,
     ) -> StepEnd:
         """Close a training step: exchange row and dense gradients, then apply on all ranks, or skip on all.
 
@@ -277,7 +276,7 @@ class Session:
             error: this rank failed in forward or backward; every rank raises because of it.
             is_finite: whether this rank's losses were finite.
             check_finite: also check the gradients of this rank.
-            lr_scale: multiplies every table's learning rate (a schedule).
+            learning_rates: float32 [num tables] of this step.
 
         Returns: whether the step was applied, and whose numbers were not finite.
         """
@@ -315,7 +314,7 @@ class Session:
             [round_.lookup for round_ in self._rounds],
             [sources[index] for index in range(len(self._rounds))],
             self._step + 1,
-            self._learning_rates if lr_scale == 1.0 else self._learning_rates * np.float32(lr_scale),
+            learning_rates,
         )
         self._free.extend(round_.lookup for round_ in self._rounds)
         self._rounds = []

