@@ -12,6 +12,8 @@ from typing import Any
 
 import numpy as np
 
+from shoal.kernels.spec import TableSpec
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Member:
@@ -99,6 +101,19 @@ class Progress:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class WorkerInfo:
+    """What a worker says once its model is built: the controller places tables from it and compares ranks."""
+
+    worker_id: str
+    host: str
+    pid: int
+    tables: tuple[TableSpec, ...]
+    #: Hash of everything about the model that ranks must agree on (tables, features, dense layout).
+    model_hash: int
+    dense_parameters: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class SnapshotPart:
     """One rank's finished part of a checkpoint: what the controller needs to write the manifest (K1)."""
 
@@ -110,3 +125,15 @@ class SnapshotPart:
     #: Set on rank 0: cursor, metric values and whatever else describes the whole checkpoint.
     summary: Mapping[str, Any] | None = None
     error: str | None = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class WorkerPoll:
+    """A worker's answer to a poll: its status and what has happened since the last one. Polls are pulls, so that the
+    step loop never calls anybody (0 control calls per step)."""
+
+    status: WorkerStatus
+    records: tuple[Progress, ...] = ()
+    parts: tuple[SnapshotPart, ...] = ()
+    #: Set once the loop has returned.
+    summary: Mapping[str, Any] | None = None

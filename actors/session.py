@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from shoal.actors.sharded import Collection, ModelTables
+from shoal.actors.sharded import ModelTables
 from shoal.kernels.dense_reduce import DenseReducer
 from shoal.kernels.errors import BadIdError, NonFiniteError, PeerError, ShoalError
 from shoal.kernels.exchange import Exchange, Flags, Header, Kind

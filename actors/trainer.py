@@ -9,7 +9,6 @@ ranks see in the same header (S3).
 from __future__ import annotations
 
 import dataclasses
-import pickle
 import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping
@@ -292,19 +291,19 @@ class Trainer:
         """(metrics of all ranks, sum of ``loss``) on rank 0; (None, 0) elsewhere."""
         if self.session.exchange.world_size == 1:
             return metrics.copy(), loss
-        state = {name: tensor.numpy() for name, tensor in metrics.state_dict().items()}
-        # Trusted bytes: they come from ranks of this run over the run's own groups.
-        payloads = self.session.gather_bytes(self.step, pickle.dumps((state, loss), protocol=5))
+        state = metrics.state_dict()
+        payload = np.float64(loss).tobytes() + b"".join(tensor.numpy().tobytes() for tensor in state.values())
+        payloads = self.session.gather_bytes(self.step, payload)
         if payloads is None:
             return None, 0.0
-        merged, total = metrics.copy(), 0.0
-        merged.reset()
+        merged, total = BinaryMetrics(), 0.0
         for payload in payloads:
-            arrays, part = pickle.loads(payload)
+            total += float(np.frombuffer(payload, dtype=np.float64, count=1)[0])
+            values = torch.from_numpy(np.frombuffer(payload, dtype=np.int64, offset=8).copy())
+            sizes = [tensor.numel() for tensor in state.values()]
             other = BinaryMetrics()
-            other.load_state_dict({name: torch.from_numpy(array.copy()) for name, array in arrays.items()})
+            other.load_state_dict(dict(zip(state, values.split(sizes))))
             merged.merge_(other)
-            total += part
         return merged, total
 
 

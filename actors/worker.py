@@ -1,0 +1,242 @@
+"""Worker: one rank's process state: model, shards, feed and step loop. A plain class; ``runtime`` makes it an actor.
+
+The controller drives it with four calls: ``prepare`` (build the model), ``start`` (join a view, restore, train in a
+thread of its own), ``poll`` (status and what has happened; also the sign that the controller is alive) and ``request``
+(raise a flag). The step loop itself never calls anybody.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import os
+import socket
+import threading
+import time
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from shoal.actors.dense import DenseOptimizerSpec, DenseReplica
+from shoal.actors.embedding import lazy_tables
+from shoal.actors.groups import Groups, form_groups
+from shoal.actors.messages import Progress, SnapshotPart, View, WorkerInfo, WorkerPhase, WorkerPoll, WorkerStatus
+from shoal.actors.session import Session
+from shoal.actors.shard_host import Restore, ShardHost, SnapshotWriter
+from shoal.actors.sharded import describe_model
+from shoal.actors.trainer import BatchSource, LearningRates, LoopSpec, Trainer
+from shoal.kernels.exchange import Exchange, Flags
+from shoal.kernels.plan import StepPlan
+from shoal.kernels.spec import IdPolicy, TableSpec
+from shoal.kernels.tables import BaseEmbeddingConfig
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Seat:
+    """A worker's place in a view, as its feed needs it."""
+
+    rank: int
+    world_size: int
+    shares: tuple[float, ...]
+    start_step: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class WorkerSpec:
+    """Everything a worker needs to know of its job; the same for all workers of a run, picklable."""
+
+    run: str
+    build_model: Callable[[], nn.Module]
+    #: The job's settings applied to a table's config.
+    make_table: Callable[[BaseEmbeddingConfig], TableSpec]
+    policies: Mapping[str, IdPolicy]
+    learning_rates: Callable[[Sequence[TableSpec]], LearningRates]
+    dense_optimizer: DenseOptimizerSpec
+    loop: LoopSpec
+    train_feed: Callable[[Seat], BatchSource]
+    eval_feed: Callable[[Seat], BatchSource] | None
+    #: The run's folder (``shoal.platform.storage.Storage``).
+    storage: Any
+    #: (epoch, step) -> the checkpoint's folder within ``storage``.
+    checkpoint_directory: Callable[[int, int], str]
+    checkpoint_bytes_per_s: float = 0.0
+    num_threads: int = 1
+    op_timeout_s: float = 10.0
+    start_timeout_s: float = 180.0
+    checkpoint_timeout_s: float = 3600.0
+
+
+class Worker:
+    """One rank. Methods are called by the controller, from other threads than the step loop's."""
+
+    def __init__(self, worker_id: str, spec: WorkerSpec) -> None:
+        self.worker_id = worker_id
+        self.spec = spec
+        self.trainer: Trainer | None = None
+        self._lock = threading.Lock()
+        self._records: list[Progress] = []
+        self._parts: list[SnapshotPart] = []
+        self._summary: Mapping[str, Any] | None = None
+        self._error: str | None = None
+        self._phase, self._step, self._since = WorkerPhase.STARTING, 0, time.monotonic()
+        self._rank, self._epoch = -1, -1
+        self._requested = Flags.NONE
+        self._thread: threading.Thread | None = None
+        self._groups: Groups | None = None
+        self.last_contact = time.monotonic()
+
+    # ---- what the controller calls --------------------------------------------------------------------------------
+
+    def prepare(self, host: str | None = None) -> WorkerInfo:
+        """Build the model (tables take no memory yet) and describe it.
+
+        Args:
+            host: the network locality this worker is on; by default the machine's name.
+        """
+        torch.set_num_threads(self.spec.num_threads)
+        torch.manual_seed(self.spec.loop.seed)
+        with lazy_tables():
+            self.model = self.spec.build_model()
+        self.model_tables = describe_model(self.model, self.spec.make_table, self.spec.policies)
+        self.host = host or socket.gethostname()
+        dense = [(name, tuple(p.shape), str(p.dtype)) for name, p in self.model.named_parameters()]
+        text = repr((self.model_tables.tables, self.model_tables.features, dense))
+        return WorkerInfo(
+            worker_id=self.worker_id,
+            host=self.host,
+            pid=os.getpid(),
+            tables=self.model_tables.tables,
+            model_hash=int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little"),
+            dense_parameters=sum(p.numel() for p in self.model.parameters()),
+        )
+
+    def start(self, view: View, rank: int, restore: Restore | None = None) -> None:
+        """Join ``view`` as ``rank`` and train in a thread; returns at once."""
+        self._rank, self._epoch = rank, view.epoch
+        self._thread = threading.Thread(
+            target=self._run, args=(view, restore), name=f"step-loop-{rank}", daemon=True
+        )
+        self._thread.start()
+
+    def poll(self) -> WorkerPoll:
+        """Status, and the records and checkpoint parts since the last poll."""
+        self.last_contact = time.monotonic()
+        with self._lock:
+            records, self._records = tuple(self._records), []
+            parts, self._parts = tuple(self._parts), []
+            status = WorkerStatus(
+                worker_id=self.worker_id,
+                rank=self._rank,
+                epoch=self._epoch,
+                step=self._step,
+                phase=self._phase,
+                since_s=time.monotonic() - self._since,
+                pid=os.getpid(),
+                host=getattr(self, "host", ""),
+                error=self._error,
+            )
+            return WorkerPoll(status=status, records=records, parts=parts, summary=self._summary)
+
+    def request(self, flags: int) -> None:
+        """Raise flags in the next step's header (S3)."""
+        self._requested |= Flags(flags)
+        if self.trainer is not None:
+            self.trainer.request(Flags(flags))
+
+    def shut_down(self) -> None:
+        """Leave the view's groups, which releases peers that wait for this rank (F1)."""
+        groups = self._groups
+        if groups is not None:
+            groups.abort()
+
+    def join(self, timeout_s: float | None = None) -> None:
+        """Wait for the step loop to end (num_workers=0 and tests)."""
+        if self._thread is not None:
+            self._thread.join(timeout_s)
+
+    # ---- the step loop's thread -----------------------------------------------------------------------------------
+
+    def _run(self, view: View, restore: Restore | None) -> None:
+        try:
+            summary = self._train(view, restore)
+            with self._lock:
+                self._summary = summary
+            self._set_phase(WorkerPhase.FINISHED, self._step)
+        except BaseException as error:  # the actor's edge: becomes a status that the controller reads
+            lines = traceback.format_exception(error)
+            with self._lock:
+                self._error = f"{type(error).__name__}: {error}"
+                self._traceback = "".join(lines)
+            self._set_phase(WorkerPhase.FAILED, self._step)
+            self.shut_down()
+
+    def _train(self, view: View, restore: Restore | None) -> Mapping[str, Any]:
+        spec, rank = self.spec, self._rank
+        torch.set_num_threads(spec.num_threads)
+        self._groups = groups = form_groups(view, rank, op_timeout_s=spec.op_timeout_s, timeout_s=spec.start_timeout_s)
+        host = ShardHost(self.model_tables.tables, view, rank, num_threads=spec.num_threads)
+        plan = StepPlan(
+            host.store,
+            self.model_tables.tables,
+            self.model_tables.features,
+            [view.owners(table.name) for table in self.model_tables.tables],
+            rank=rank,
+            world_size=view.world_size,
+            num_threads=spec.num_threads,
+        )
+        exchange = Exchange(
+            groups.transport, run=view.run, epoch=view.epoch, plan_hash=plan.hash, hosts=view.hosts
+        )
+        session = Session(self.model_tables, host.store, plan, exchange, timeout_s=spec.op_timeout_s)
+        dense = DenseReplica(self.model, spec.dense_optimizer)
+        start_step = 0
+        metrics_state = None
+        if restore is not None:
+            start_step = restore.step
+            dense_tensors, metrics_state = host.restore(restore, spec.storage)
+            dense.load_state_tensors(dense_tensors)
+        seat = Seat(rank=rank, world_size=view.world_size, shares=view.shares, start_step=start_step)
+        feed = spec.train_feed(seat)
+        writer = SnapshotWriter(
+            host, dense, spec.storage, spec.checkpoint_directory, view.epoch, spec.checkpoint_bytes_per_s, self._add_part
+        )
+        eval_feed = spec.eval_feed
+        trainer = Trainer(
+            spec.loop,
+            model=self.model,
+            session=session,
+            dense=dense,
+            feed=feed,
+            eval_feed=None if eval_feed is None else lambda: eval_feed(dataclasses.replace(seat, start_step=0)),
+            learning_rates=spec.learning_rates(self.model_tables.tables),
+            start_step=start_step,
+            on_progress=self._add_record,
+            on_checkpoint=lambda step: writer.start(step, trainer.metrics, spec.checkpoint_timeout_s),
+            on_phase=self._set_phase,
+        )
+        if metrics_state is not None and rank == 0:
+            trainer.metrics.load_state_dict(metrics_state)
+        trainer.request(self._requested)
+        self.trainer = trainer
+        try:
+            summary = trainer.run()
+            writer.wait(spec.checkpoint_timeout_s)
+            return summary
+        finally:
+            feed.close()
+            session.detach()
+            groups.close()
+
+    def _add_record(self, record: Progress) -> None:
+        with self._lock:
+            self._records.append(record)
+
+    def _add_part(self, part: SnapshotPart) -> None:
+        with self._lock:
+            self._parts.append(part)
+
+    def _set_phase(self, phase: WorkerPhase, step: int) -> None:
+        self._phase, self._step, self._since = phase, step, time.monotonic()
