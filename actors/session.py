@@ -12,8 +12,8 @@ sends its status, so that all raise the same error before any owner applies (S10
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
-import enum
 import time
 from collections.abc import Sequence
 
@@ -23,20 +23,12 @@ from torch import Tensor
 
 from shoal.actors.sharded import ModelTables
 from shoal.kernels.dense_reduce import DenseReducer
-from shoal.kernels.errors import BadIdError, NonFiniteError, PeerError, ShoalError
-from shoal.kernels.exchange import Exchange, Flags, Header, Kind
+from shoal.kernels.errors import NonFiniteError, ShoalError
+from shoal.kernels.exchange import Exchange, Headers, raise_for_status
+from shoal.kernels.frame import Flag, Kind, Status
 from shoal.kernels.jagged import KeyedJaggedTensor
 from shoal.kernels.plan import Lookup, StepPlan
 from shoal.kernels.rowstore import RowStore
-
-
-class Status(enum.IntEnum):
-    """What a rank says of its own part of a step; anything but OK keeps every owner from applying."""
-
-    OK = 0
-    BAD_ID = 1
-    NON_FINITE = 2
-    ERROR = 3
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,8 +39,7 @@ class StepHead:
     #: Sum of sample weights over all ranks: the denominator of the loss.
     loss_weight: float
     num_samples: int
-    flags: Flags
-    committed: int
+    flags: Flag
 
 
 @dataclasses.dataclass(frozen=True)
@@ -117,7 +108,6 @@ class Session:
         store: the rows this rank owns.
         plan: the step plan of the view.
         exchange: framed collectives of the view.
-        timeout_s: deadline of every exchange.
     """
 
     def __init__(
@@ -126,14 +116,11 @@ class Session:
         store: RowStore,
         plan: StepPlan,
         exchange: Exchange,
-        *,
-        timeout_s: float = 10.0,
     ) -> None:
         self.model_tables = model_tables
         self.store = store
         self.plan = plan
         self.exchange = exchange
-        self.timeout_s = timeout_s
         self.clock = PhaseClock()
         self.dense_reducer: DenseReducer | None = None
         self._free: list[Lookup] = []
@@ -159,7 +146,7 @@ class Session:
         *,
         is_training: bool,
         loss_weight: float = 0.0,
-        flags: Flags = Flags.NONE,
+        flags: Flag = Flag(0),
         error: BaseException | None = None,
     ) -> StepHead:
         """Open step ``step`` with this rank's sparse features: after it every collection's output is at hand.
@@ -174,16 +161,14 @@ class Session:
         self._discard_rounds()
         self._step, self._is_training = step, is_training
         self.clock.start()
-        kind = Kind.TRAIN if is_training else Kind.EVALUATE
+        kind = Kind.BATCH if is_training else Kind.EVALUATE
         headers = self._run_lookup(kjt, None, kind, loss_weight, flags, error)
-        head = StepHead(
+        return StepHead(
             step=step,
-            loss_weight=sum(header.loss_weight for header in headers),
-            num_samples=sum(header.num_samples for header in headers),
-            flags=self.exchange.flags,
-            committed=self.exchange.committed,
+            loss_weight=headers.denominator,
+            num_samples=int(headers.numbers[0]),
+            flags=headers.flags,
         )
-        return head
 
     def _lookup(self, collection: int, kjt: KeyedJaggedTensor) -> list[Tensor]:
         """Called by an attached collection's forward: the prepared outputs, or a lookup of its own."""
@@ -191,7 +176,7 @@ class Session:
             outputs = round_.outputs[collection]
             if round_.kjt is kjt and outputs is not None:
                 return outputs
-        self._run_lookup(kjt, collection, Kind.LOOKUP, 0.0, Flags.NONE, None)
+        self._run_lookup(kjt, collection, Kind.BATCH, 0.0, Flag(0), None)
         outputs = self._rounds[-1].outputs[collection]
         assert outputs is not None
         return outputs
@@ -202,9 +187,9 @@ class Session:
         collection: int | None,
         kind: Kind,
         loss_weight: float,
-        flags: Flags,
+        flags: Flag,
         error: BaseException | None,
-    ) -> list[Header]:
+    ) -> Headers:
         """Route, header, ids, values and pooling of one KeyedJaggedTensor for one collection, or (None) for all."""
         lookup = self._free.pop() if self._free else self.plan.new_lookup()
         sequence = len(self._rounds)
@@ -212,7 +197,7 @@ class Session:
         self._rounds.append(round_)
         status, detail = Status.OK, ""
         if error is not None:
-            status, detail = Status.ERROR, f"{type(error).__name__}: {error}"
+            status, detail = Status.DATA, f"{type(error).__name__}: {error}"
         route = lookup.route(
             kjt.values(),
             kjt.offsets(),
@@ -224,32 +209,31 @@ class Session:
         if route.status and error is None:
             status, detail = Status.BAD_ID, self._describe_bad_id(route)
         self.clock.mark("route")
-        id_bytes = lookup.id_bytes()
+        id_bytes = lookup.id_bytes()[None, :]
         headers = self.exchange.header(
-            self._step,
             kind,
+            self._step,
             micro_batch=sequence,
-            section_bytes=id_bytes,
-            loss_weight=loss_weight,
-            num_samples=kjt.stride(),
-            status=int(status),
+            sections=id_bytes,
+            denominator=loss_weight,
+            numbers=(kjt.stride(),),
+            status=status,
             flags=flags,
             detail=detail,
-            timeout_s=self.timeout_s,
         )
-        self._raise_for_headers(headers, error)
-        incoming = self.exchange.incoming_bytes
-        ids = self.exchange.round(Kind.IDS, self._step, id_bytes[None, :], incoming[None, :])
+        if headers.statuses.any():
+            self._raise_for_status(headers, error)
+        ids = self.exchange.round(Kind.IDS, self._step, id_bytes, headers.section_bytes)
         lookup.write_ids(ids.send_addresses[0])
-        sources = ids.run(timeout_s=self.timeout_s)
+        sources = ids.run()
         self.clock.mark("F")
-        lookup.resolve(sources[0], incoming)
+        lookup.resolve(sources[0], headers.section_bytes[0])
         values = self.exchange.round(
             Kind.VALUES, self._step, lookup.row_bytes_out()[None, :], lookup.row_bytes_in()[None, :]
         )
         lookup.write_rows(values.send_addresses[0])
         self.clock.mark("gather")
-        sources = values.run(timeout_s=self.timeout_s)
+        sources = values.run()
         self.clock.mark("F")
         flat = self._make_outputs(round_, collection)
         lookup.pool(sources[0], flat)
@@ -284,7 +268,7 @@ class Session:
         grads = [self._flat_grads(round_) for round_ in self._rounds]
         if is_finite and check_finite and error is None:
             is_finite = _all_finite([g for flat in grads for g in flat] + ([] if dense_grad is None else [dense_grad]))
-        status = Status.ERROR if error is not None else Status.OK if is_finite else Status.NON_FINITE
+        status = Status.INTERNAL if error is not None else Status.OK if is_finite else Status.NON_FINITE
         reducer = self._reducer(dense_grad)
         out = [round_.lookup.row_bytes_in() for round_ in self._rounds]
         in_ = [round_.lookup.row_bytes_out() for round_ in self._rounds]
@@ -297,18 +281,17 @@ class Session:
         self.clock.mark("segment_sum")
         if dense_grad is not None:
             reducer.write(dense_grad, exchange.send_addresses[-1])
-        sources = exchange.run(status=int(status), timeout_s=self.timeout_s)
+        sources = exchange.run(status)
         self.clock.mark("B")
-        statuses = exchange.statuses
-        if any(s == Status.ERROR for s in statuses):
-            self._raise_peer_error(statuses, error)
-        bad = tuple(rank for rank, s in enumerate(statuses) if s == Status.NON_FINITE)
+        bad = tuple(int(rank) for rank in np.nonzero(exchange.statuses == Status.NON_FINITE)[0])
+        if len(bad) < np.count_nonzero(exchange.statuses):
+            self._settle(exchange.statuses, status, error)
         if dense_grad is not None:
-            reducer.reduce(sources[-1], dense_grad, self.exchange, self._step, timeout_s=self.timeout_s)
+            reducer.reduce(sources[-1], dense_grad, self.exchange, self._step)
             self.clock.mark("B")
         if bad:
             self._discard_rounds()
-            self.exchange.mark_applied(self._step)
+            self.exchange.applied = self._step
             return StepEnd(is_applied=False, non_finite_ranks=bad)
         self.plan.apply(
             [round_.lookup for round_ in self._rounds],
@@ -318,32 +301,30 @@ class Session:
         )
         self._free.extend(round_.lookup for round_ in self._rounds)
         self._rounds = []
-        self.exchange.mark_applied(self._step)
+        self.exchange.applied = self._step
         self.clock.mark("apply")
         return StepEnd(is_applied=True)
 
     def close(self, step: int) -> None:
         """Header-only closing exchange: after it every step up to ``step`` is committed on all ranks (S2)."""
         self._discard_rounds()
-        self.exchange.close_step(step, timeout_s=self.timeout_s)
+        self.exchange.close_step(step)
 
-    def gather_bytes(self, step: int, payload: bytes, *, kind: Kind = Kind.METRICS) -> list[bytes] | None:
+    def gather_bytes(self, step: int, payload: bytes) -> list[bytes] | None:
         """Send ``payload`` to rank 0, in one header and one round; returns all payloads there, None elsewhere."""
-        world, rank = self.exchange.world_size, self.exchange.rank
-        out = np.zeros(world, dtype=np.int64)
-        out[0] = len(payload)
-        headers = self.exchange.header(
-            step, kind, micro_batch=0, section_bytes=out, loss_weight=0.0, num_samples=0, timeout_s=self.timeout_s
-        )
-        self._raise_for_headers(headers, None)
-        incoming = self.exchange.incoming_bytes.copy()
-        round_ = self.exchange.round(kind, step, out[None, :], incoming[None, :])
-        if payload:
-            _copy_to(int(round_.send_addresses[0, 0]), payload)
-        sources = round_.run(timeout_s=self.timeout_s)
+        world, rank = self.exchange.identity.world_size, self.exchange.identity.rank
+        out = np.zeros((1, world), dtype=np.int64)
+        if rank != 0:
+            out[0, 0] = len(payload)
+        headers = self.exchange.header(Kind.STATE, step, sections=out)
+        round_ = self.exchange.round(Kind.STATE, step, out, headers.section_bytes)
+        if rank != 0 and payload:
+            ctypes.memmove(int(round_.send_addresses[0, 0]), payload, len(payload))
+        sources = round_.run()
         if rank != 0:
             return None
-        return [_copy_from(int(sources[0, peer]), int(incoming[peer])) for peer in range(world)]
+        sizes = headers.section_bytes[0]
+        return [payload if r == 0 else ctypes.string_at(int(sources[0, r]), int(sizes[r])) for r in range(world)]
 
     # ---- parts ----------------------------------------------------------------------------------------------------
 
@@ -410,46 +391,33 @@ class Session:
     def _reducer(self, dense_grad: Tensor | None) -> DenseReducer:
         size = 0 if dense_grad is None else dense_grad.numel()
         if self.dense_reducer is None or self.dense_reducer.num_elements != size:
-            self.dense_reducer = DenseReducer(size, rank=self.exchange.rank, world_size=self.exchange.world_size)
+            self.dense_reducer = DenseReducer(size, rank=self.exchange.identity.rank, world_size=self.exchange.identity.world_size)
         return self.dense_reducer
 
     def _describe_bad_id(self, route) -> str:  # type: ignore[no-untyped-def]
         feature = self.model_tables.features[route.bad_feature]
         table = self.model_tables.tables[feature.table]
         return (
-            f"rank {self.exchange.rank}: feature {feature.name!r} has id {route.bad_value} at value {route.bad_position} "
-            f"of its batch, outside table {table.name!r} [0, {table.num_embeddings}); fix the data or set the feature's "
-            "policy to hash, oov or drop"
+            f"feature {feature.name!r} has id {route.bad_value} at value {route.bad_position} of its batch, outside "
+            f"table {table.name!r} [0, {table.num_embeddings}); fix the data or set its policy to hash, oov or drop"
         )
 
-    def _raise_for_headers(self, headers: Sequence[Header], error: BaseException | None) -> None:
-        """Raise the error of the lowest rank that has one: the same on all ranks."""
-        for rank, header in enumerate(headers):
-            if header.status == Status.BAD_ID:
-                raise BadIdError(header.detail)
-            if header.status:
-                failure = PeerError(f"rank {rank} failed at step {header.step}: {header.detail}")
-                raise failure from error
-
-    def _raise_peer_error(self, statuses: Sequence[int], error: BaseException | None) -> None:
-        """Tell all ranks what went wrong on the lowest rank that failed, in one header of its own."""
-        detail = "" if error is None else f"{type(error).__name__}: {error}"
-        headers = self.exchange.header(
-            self._step,
-            Kind.CLOSE,
-            micro_batch=0,
-            section_bytes=np.zeros(self.exchange.world_size, dtype=np.int64),
-            loss_weight=0.0,
-            num_samples=0,
-            status=int(Status.ERROR if error is not None else Status.OK),
-            detail=detail,
-            timeout_s=self.timeout_s,
-        )
+    def _raise_for_status(self, headers: Headers, error: BaseException | None) -> None:
+        """Raise the error of the lowest rank that has one: the same on all ranks; ``error`` is this rank's own."""
         self._discard_rounds()
-        if isinstance(error, ShoalError):
-            raise error
-        self._raise_for_headers(headers, error)
-        raise PeerError(f"ranks {[r for r, s in enumerate(statuses) if s]} failed at step {self._step}") from error
+        try:
+            raise_for_status(headers.statuses, headers.details, self._step)
+        except ShoalError as agreed:
+            raise agreed from error
+
+    def _settle(self, statuses: np.ndarray, status: Status, error: BaseException | None) -> None:
+        """Tell all ranks what went wrong in a rank's model, and raise the same error on all."""
+        self._discard_rounds()
+        detail = "" if error is None else f"{type(error).__name__}: {error}"
+        try:
+            self.exchange.settle(self._step, statuses, status, detail)
+        except ShoalError as agreed:
+            raise agreed from error
 
 
 def non_finite_error(step: int, ranks: Sequence[int], skipped: int) -> NonFiniteError:
@@ -466,15 +434,3 @@ def _all_finite(tensors: Sequence[Tensor]) -> bool:
         if tensor.numel() and not torch.isfinite(tensor.sum()) and not bool(torch.isfinite(tensor).all()):
             return False
     return True
-
-
-def _copy_to(address: int, payload: bytes) -> None:
-    import ctypes
-
-    ctypes.memmove(address, payload, len(payload))
-
-
-def _copy_from(address: int, size: int) -> bytes:
-    import ctypes
-
-    return ctypes.string_at(address, size) if size else b""

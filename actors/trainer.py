@@ -23,7 +23,7 @@ from shoal.actors.messages import Progress, WorkerPhase
 from shoal.actors.session import Session, StepHead, non_finite_error
 from shoal.kernels.batch import Batch
 from shoal.kernels.errors import ConfigError
-from shoal.kernels.exchange import Flags
+from shoal.kernels.frame import Flag
 from shoal.kernels.metrics import BinaryMetrics
 
 
@@ -113,14 +113,14 @@ class Trainer:
         self._on_progress = on_progress
         self._on_checkpoint = on_checkpoint
         self._on_phase = on_phase
-        self._requested = Flags.NONE
+        self._requested = Flag(0)
         self._window = _Window()
 
     @property
     def rank(self) -> int:
-        return self.session.exchange.rank
+        return self.session.exchange.identity.rank
 
-    def request(self, flags: Flags) -> None:
+    def request(self, flags: Flag) -> None:
         """Raise ``flags`` in the next header; all ranks act on them after that step (S3). Thread-safe."""
         self._requested |= flags
 
@@ -131,14 +131,14 @@ class Trainer:
         while self.step < self.spec.total_steps and not stopped:
             self._on_phase(WorkerPhase.TRAINING, self.step)
             flags = self.train_step()
-            stopped = Flags.STOP in flags
+            stopped = Flag.STOP in flags
             done = self.step  # number of steps applied so far
             if done % self.spec.log_every_steps == 0 or done == self.spec.total_steps or stopped:
                 self._log()
             if self.spec.eval_every_steps and done % self.spec.eval_every_steps == 0 and done < self.spec.total_steps:
                 self.evaluate()
             every = self.spec.checkpoint_every_steps
-            if (every and done % every == 0) or Flags.CHECKPOINT in flags:
+            if (every and done % every == 0) or Flag.CHECKPOINT in flags:
                 self._checkpoint(done)
                 last_checkpoint = done
         if self.spec.eval_steps and not stopped:
@@ -156,7 +156,7 @@ class Trainer:
 
     # ---- one step -------------------------------------------------------------------------------------------------
 
-    def train_step(self) -> Flags:
+    def train_step(self) -> Flag:
         """One training step on every rank; returns the flags that all ranks saw."""
         clock, step = self.session.clock, self.step
         started = time.perf_counter()
@@ -165,7 +165,7 @@ class Trainer:
         clock.mark("feed")
         weights = _sample_weights(batch)
         torch.manual_seed(_mix(self.spec.seed, step, self.rank))
-        flags, self._requested = self._requested, Flags.NONE
+        flags, self._requested = self._requested, Flag(0)
         head = self.session.begin(
             step,
             batch.sparse_features,
@@ -198,11 +198,9 @@ class Trainer:
         """This rank's batch, or an empty one and the reason: a rank with an error stays in the protocol."""
         try:
             batch = self._feed.next_batch(step)
-            self._empty_batch = batch.slice(0, 0) if step == 0 or not hasattr(self, "_empty_batch") else self._empty_batch
             return batch, None
         except Exception as error:  # converted at the edge: it is raised again, on all ranks, by session.begin
-            empty = getattr(self, "_empty_batch", None)
-            return (empty if empty is not None else _blank_batch(self.session)), error
+            return _blank_batch(self.session), error
 
     def _forward_backward(
         self, batch: Batch, weights: Tensor, head: StepHead
@@ -289,7 +287,7 @@ class Trainer:
 
     def _merge(self, metrics: BinaryMetrics, loss: float) -> tuple[BinaryMetrics | None, float]:
         """(metrics of all ranks, sum of ``loss``) on rank 0; (None, 0) elsewhere."""
-        if self.session.exchange.world_size == 1:
+        if self.session.exchange.identity.world_size == 1:
             return metrics.copy(), loss
         state = metrics.state_dict()
         payload = np.float64(loss).tobytes() + b"".join(tensor.numpy().tobytes() for tensor in state.values())

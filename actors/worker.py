@@ -22,13 +22,14 @@ from torch import nn
 
 from shoal.actors.dense import DenseOptimizerSpec, DenseReplica
 from shoal.actors.embedding import lazy_tables
-from shoal.actors.groups import Groups, form_groups
+from shoal.actors.groups import Groups, GroupSpec, form, run_hash
 from shoal.actors.messages import Progress, SnapshotPart, View, WorkerInfo, WorkerPhase, WorkerPoll, WorkerStatus
 from shoal.actors.session import Session
 from shoal.actors.shard_host import Restore, ShardHost, SnapshotWriter
 from shoal.actors.sharded import describe_model
 from shoal.actors.trainer import BatchSource, LearningRates, LoopSpec, Trainer
-from shoal.kernels.exchange import Exchange, Flags
+from shoal.kernels.exchange import Exchange
+from shoal.kernels.frame import Flag, Identity
 from shoal.kernels.plan import StepPlan
 from shoal.kernels.spec import IdPolicy, TableSpec
 from shoal.kernels.tables import BaseEmbeddingConfig
@@ -83,7 +84,7 @@ class Worker:
         self._error: str | None = None
         self._phase, self._step, self._since = WorkerPhase.STARTING, 0, time.monotonic()
         self._rank, self._epoch = -1, -1
-        self._requested = Flags.NONE
+        self._requested = Flag(0)
         self._thread: threading.Thread | None = None
         self._groups: Groups | None = None
         self.last_contact = time.monotonic()
@@ -142,9 +143,9 @@ class Worker:
 
     def request(self, flags: int) -> None:
         """Raise flags in the next step's header (S3)."""
-        self._requested |= Flags(flags)
+        self._requested |= Flag(flags)
         if self.trainer is not None:
-            self.trainer.request(Flags(flags))
+            self.trainer.request(Flag(flags))
 
     def shut_down(self) -> None:
         """Leave the view's groups, which releases peers that wait for this rank (F1)."""
@@ -176,7 +177,19 @@ class Worker:
     def _train(self, view: View, restore: Restore | None) -> Mapping[str, Any]:
         spec, rank = self.spec, self._rank
         torch.set_num_threads(spec.num_threads)
-        self._groups = groups = form_groups(view, rank, op_timeout_s=spec.op_timeout_s, timeout_s=spec.start_timeout_s)
+        self._groups = groups = form(
+            GroupSpec(
+                run=view.run,
+                epoch=view.epoch,
+                rank=rank,
+                hosts=view.hosts,
+                store_host=view.store_host,
+                store_port=view.store_port,
+                transport=view.transport,
+                form_timeout_s=spec.start_timeout_s,
+                timeout_s=spec.op_timeout_s,
+            )
+        )
         host = ShardHost(self.model_tables.tables, view, rank, num_threads=spec.num_threads)
         plan = StepPlan(
             host.store,
@@ -187,10 +200,18 @@ class Worker:
             world_size=view.world_size,
             num_threads=spec.num_threads,
         )
-        exchange = Exchange(
-            groups.transport, run=view.run, epoch=view.epoch, plan_hash=plan.hash, hosts=view.hosts
+        identity = Identity(
+            run=run_hash(view.run),
+            epoch=view.epoch,
+            rank=rank,
+            world_size=view.world_size,
+            plan_hash=plan.hash,
+            num_tables=len(self.model_tables.tables),
         )
-        session = Session(self.model_tables, host.store, plan, exchange, timeout_s=spec.op_timeout_s)
+        exchange = Exchange(
+            groups.transport, identity, timeout_s=spec.op_timeout_s, payload_transport=groups.payload_transport
+        )
+        session = Session(self.model_tables, host.store, plan, exchange)
         dense = DenseReplica(self.model, spec.dense_optimizer)
         start_step = 0
         metrics_state = None
@@ -228,7 +249,7 @@ class Worker:
         finally:
             feed.close()
             session.detach()
-            groups.close()
+            groups.destroy()
 
     def _add_record(self, record: Progress) -> None:
         with self._lock:
