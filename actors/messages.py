@@ -137,3 +137,5 @@ class WorkerPoll:
     parts: tuple[SnapshotPart, ...] = ()
     #: Set once the loop has returned.
     summary: Mapping[str, Any] | None = None
+    #: Set once the loop has failed; Shoal's own errors as they are, others as PeerError with their text.
+    failure: BaseException | None = None

@@ -16,6 +16,7 @@ import ctypes
 import dataclasses
 import time
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -57,8 +58,28 @@ class _Round:
 
     lookup: Lookup
     kjt: KeyedJaggedTensor
-    #: Per collection its output tensors (one if pooled, one per feature if not); None if not part of this round.
-    outputs: list[list[Tensor] | None]
+    #: Indices of the collections that take part.
+    collections: frozenset[int]
+    #: One tensor per output of the plan, as autograd sees it.
+    outputs: list[Tensor] = dataclasses.field(default_factory=list)
+    #: Gradients of ``outputs`` when per-sample weights want theirs, else None: they are in ``outputs[i].grad``.
+    grads: list[Tensor] | None = None
+
+
+class _WeightedLookup(torch.autograd.Function):
+    """Joins outputs to per-sample weights that are themselves learned: their gradient is <bag's gradient, row>."""
+
+    @staticmethod
+    def forward(ctx: Any, round_: _Round, weights: Tensor, *outputs: Tensor) -> tuple[Tensor, ...]:
+        ctx.round = round_
+        return tuple(output.view_as(output) for output in outputs)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        round_ = ctx.round
+        for total, grad in zip(round_.grads, grads):
+            total += grad
+        return (None, round_.lookup.weight_grad(grads), *(None for _ in grads))
 
 
 class PhaseClock:
@@ -126,9 +147,10 @@ class Session:
         self._free: list[Lookup] = []
         self._rounds: list[_Round] = []
         self._pool = _OutputPool()
-        self._columns: dict[tuple[tuple[str, ...], int], np.ndarray] = {}
+        self._columns: dict[tuple[tuple[str, ...], int | None], tuple[np.ndarray, frozenset[int]]] = {}
         self._step = -1
         self._is_training = False
+        self._has_sequences = any(spec.is_sequence for spec in plan.outputs)
         for index, (_, module) in enumerate(model_tables.collections):
             module.attach(lambda collection, kjt, index=index: self._lookup(index, kjt))
 
@@ -173,13 +195,13 @@ class Session:
     def _lookup(self, collection: int, kjt: KeyedJaggedTensor) -> list[Tensor]:
         """Called by an attached collection's forward: the prepared outputs, or a lookup of its own."""
         for round_ in self._rounds:
-            outputs = round_.outputs[collection]
-            if round_.kjt is kjt and outputs is not None:
-                return outputs
+            if round_.kjt is kjt and collection in round_.collections:
+                return self._outputs_of(round_, collection)
         self._run_lookup(kjt, collection, Kind.BATCH, 0.0, Flag(0), None)
-        outputs = self._rounds[-1].outputs[collection]
-        assert outputs is not None
-        return outputs
+        return self._outputs_of(self._rounds[-1], collection)
+
+    def _outputs_of(self, round_: _Round, collection: int) -> list[Tensor]:
+        return [t for spec, t in zip(self.plan.outputs, round_.outputs) if spec.collection == collection]
 
     def _run_lookup(
         self,
@@ -193,7 +215,8 @@ class Session:
         """Route, header, ids, values and pooling of one KeyedJaggedTensor for one collection, or (None) for all."""
         lookup = self._free.pop() if self._free else self.plan.new_lookup()
         sequence = len(self._rounds)
-        round_ = _Round(lookup, kjt, [None] * len(self.model_tables.collections))
+        columns, collections = self._key_columns(kjt, collection)
+        round_ = _Round(lookup, kjt, collections)
         self._rounds.append(round_)
         status, detail = Status.OK, ""
         if error is not None:
@@ -202,7 +225,7 @@ class Session:
             kjt.values(),
             kjt.offsets(),
             kjt.weights_or_none(),
-            self._key_columns(kjt, collection),
+            columns,
             kjt.stride(),
             training=self._is_training,
         )
@@ -235,14 +258,26 @@ class Session:
         self.clock.mark("gather")
         sources = values.run()
         self.clock.mark("F")
-        flat = self._make_outputs(round_, collection)
-        lookup.pool(sources[0], flat)
-        if self._is_training:
-            for outputs in round_.outputs:
-                for output in outputs or ():
-                    output.requires_grad_(True)
+        self._pool_outputs(round_, sources[0], sequence)
         self.clock.mark("pool")
         return headers
+
+    def _pool_outputs(self, round_: _Round, sources: np.ndarray, sequence: int) -> None:
+        """Pool the received rows into tensors that autograd starts from."""
+        lookup, outputs = round_.lookup, []
+        counts = lookup.feature_counts() if self._has_sequences else None
+        for index, spec in enumerate(self.plan.outputs):
+            rows = round_.kjt.stride() if counts is None or not spec.is_sequence else int(counts[spec.features[0]])
+            outputs.append(self._pool.take((sequence, index), rows, spec.width))
+        lookup.pool(sources, outputs)
+        weights = round_.kjt.weights_or_none()
+        if self._is_training and weights is not None and weights.requires_grad and torch.is_grad_enabled():
+            round_.grads = [torch.zeros_like(output) for output in outputs]
+            outputs = list(_WeightedLookup.apply(round_, weights, *outputs))
+        elif self._is_training:
+            for output in outputs:
+                output.requires_grad_(True)
+        round_.outputs = outputs
 
     def end(
         self,
@@ -265,7 +300,7 @@ class Session:
         Returns: whether the step was applied, and whose numbers were not finite.
         """
         self.clock.start()
-        grads = [self._flat_grads(round_) for round_ in self._rounds]
+        grads = [self._grads_of(round_) for round_ in self._rounds]
         if is_finite and check_finite and error is None:
             is_finite = _all_finite([g for flat in grads for g in flat] + ([] if dense_grad is None else [dense_grad]))
         status = Status.INTERNAL if error is not None else Status.OK if is_finite else Status.NON_FINITE
@@ -335,58 +370,31 @@ class Session:
             self._free.extend(lookups)
             self._rounds = []
 
-    def _key_columns(self, kjt: KeyedJaggedTensor, collection: int | None) -> np.ndarray:
-        """int32 [num features]: the column of each feature in ``kjt``, -1 where it takes no part in this lookup."""
-        cache_key = (tuple(kjt.keys()), -1 if collection is None else collection)
-        columns = self._columns.get(cache_key)
-        if columns is None:
-            position = {name: index for index, name in enumerate(kjt.keys())}
+    def _key_columns(self, kjt: KeyedJaggedTensor, collection: int | None) -> tuple[np.ndarray, frozenset[int]]:
+        """(int32 [num features]: each feature's column of ``kjt``, -1 where it takes no part; collections that do).
+
+        With ``collection`` None every collection takes part whose features are all there: a model may compute the
+        KeyedJaggedTensor of another one from the batch. Raises KeyError naming what a single collection misses.
+        """
+        cache_key = (tuple(kjt.keys()), collection)
+        found = self._columns.get(cache_key)
+        if found is None:
             features = self.model_tables.features
-            wanted = [f for f in features if collection is None or f.collection == collection]
-            missing = sorted({f.name for f in wanted} - set(position))
-            if missing:
-                raise KeyError(f"the batch lacks features {missing}; it has {sorted(position)}")
-            columns = np.array(
-                [position[f.name] if collection in (None, f.collection) else -1 for f in features], dtype=np.int32
-            )
-            self._columns[cache_key] = columns
-        return columns
+            position = {name: index for index, name in enumerate(kjt.keys())}
+            missing = {f.collection for f in features if f.name not in position}
+            if collection in missing:
+                names = sorted({f.name for f in features if f.collection == collection} - set(position))
+                raise KeyError(f"the KeyedJaggedTensor lacks features {names}; it has {sorted(position)}")
+            wanted = {f.collection for f in features} - missing if collection is None else {collection}
+            columns = [position[f.name] if f.collection in wanted else -1 for f in features]
+            found = self._columns[cache_key] = (np.array(columns, dtype=np.int32), frozenset(wanted))
+        return found
 
-    def _make_outputs(self, round_: _Round, collection: int | None) -> list[Tensor]:
-        """Output tensors in the plan's order; kept per collection in the round."""
-        flat: list[Tensor] = []
-        tables, sequence = self.model_tables.tables, self._rounds.index(round_)
-        batch = round_.kjt.stride()
-        for index in range(len(self.model_tables.collections)):
-            features = self.model_tables.features_of(index)
-            takes_part = collection is None or collection == index
-            if self.model_tables.is_pooled(index):
-                width = sum(tables[f.table].embedding_dim for _, f in features)
-                outputs = [self._pool.take((sequence, index), batch if takes_part else 0, width)]
-            else:
-                counts = round_.lookup.sequence_lengths()
-                outputs = [
-                    self._pool.take((sequence, (index << 20) + i), int(counts[i]), tables[f.table].embedding_dim)
-                    for i, f in features
-                ]
-            if takes_part:
-                round_.outputs[index] = outputs
-            flat.extend(outputs)
-        return flat
-
-    def _flat_grads(self, round_: _Round) -> list[Tensor]:
+    def _grads_of(self, round_: _Round) -> list[Tensor]:
         """Gradients in the plan's order; zeros for outputs the loss does not depend on."""
-        flat: list[Tensor] = []
-        for index in range(len(self.model_tables.collections)):
-            outputs = round_.outputs[index]
-            if outputs is None:
-                count = 1 if self.model_tables.is_pooled(index) else len(self.model_tables.features_of(index))
-                flat.extend(torch.empty(0) for _ in range(count))
-                continue
-            for output in outputs:
-                grad = output.grad
-                flat.append(torch.zeros_like(output) if grad is None else grad.contiguous())
-        return flat
+        if round_.grads is not None:
+            return round_.grads
+        return [torch.zeros_like(o) if o.grad is None else o.grad for o in round_.outputs]
 
     def _reducer(self, dense_grad: Tensor | None) -> DenseReducer:
         size = 0 if dense_grad is None else dense_grad.numel()

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import logging
 import os
 import socket
 import threading
@@ -28,11 +29,17 @@ from shoal.actors.session import Session
 from shoal.actors.shard_host import Restore, ShardHost, SnapshotWriter
 from shoal.actors.sharded import describe_model
 from shoal.actors.trainer import BatchSource, LearningRates, LoopSpec, Trainer
+from shoal.kernels import errors
+from shoal.kernels.errors import PeerError
 from shoal.kernels.exchange import Exchange
 from shoal.kernels.frame import Flag, Identity
 from shoal.kernels.plan import StepPlan
 from shoal.kernels.spec import IdPolicy, TableSpec
 from shoal.kernels.tables import BaseEmbeddingConfig
+
+logger = logging.getLogger(__name__)
+
+_PORTABLE = frozenset(c for c in vars(errors).values() if isinstance(c, type) and issubclass(c, errors.ShoalError))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -82,6 +89,7 @@ class Worker:
         self._parts: list[SnapshotPart] = []
         self._summary: Mapping[str, Any] | None = None
         self._error: str | None = None
+        self._failure: BaseException | None = None
         self._phase, self._step, self._since = WorkerPhase.STARTING, 0, time.monotonic()
         self._rank, self._epoch = -1, -1
         self._requested = Flag(0)
@@ -139,7 +147,7 @@ class Worker:
                 host=getattr(self, "host", ""),
                 error=self._error,
             )
-            return WorkerPoll(status=status, records=records, parts=parts, summary=self._summary)
+            return WorkerPoll(status=status, records=records, parts=parts, summary=self._summary, failure=self._failure)
 
     def request(self, flags: int) -> None:
         """Raise flags in the next step's header (S3)."""
@@ -168,9 +176,11 @@ class Worker:
             self._set_phase(WorkerPhase.FINISHED, self._step)
         except BaseException as error:  # the actor's edge: becomes a status that the controller reads
             lines = traceback.format_exception(error)
+            logger.error("worker=%s failed\n%s", self.worker_id, "".join(lines))
             with self._lock:
                 self._error = f"{type(error).__name__}: {error}"
-                self._traceback = "".join(lines)
+                # What crosses processes must unpickle anywhere: a user's exception class may not.
+                self._failure = error if type(error) in _PORTABLE else PeerError(self._error + "\n" + "".join(lines))
             self._set_phase(WorkerPhase.FAILED, self._step)
             self.shut_down()
 

@@ -1,0 +1,407 @@
+"""The controller of a run: executes what its state machine decides, over workers it reaches through handles.
+
+Free of Ray: ``launch`` gives it Ray actors or a worker of the calling process behind the same ``WorkerHandle``. All
+communication is pulled: the controller polls its workers a few times a second, the driver polls the controller; the
+step loop calls nobody.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Protocol
+
+from shoal.actors.messages import Member, Progress, View, WorkerInfo, WorkerPoll
+from shoal.actors.shard_host import Restore
+from shoal.actors.worker import WorkerSpec
+from shoal.kernels.errors import CheckpointError, ClusterError, PeerError, ProtocolError
+from shoal.kernels.frame import Flag
+from shoal.platform.checkpoint import CheckpointState, collect, decide_resume, list_checkpoints, write_manifest
+from shoal.platform.loadplan import plan_load
+from shoal.platform.manifest import CheckpointName, Manifest
+from shoal.platform.placement import ShardingType, TableLoad, plan_placement
+from shoal.platform.state import (
+    AskStop,
+    ControllerState,
+    EndRun,
+    Event,
+    FormView,
+    Instruction,
+    ManifestWritten,
+    PartWritten,
+    Publish,
+    RunPhase,
+    StopRequested,
+    WorkerFailed,
+    WorkerFinished,
+    WorkerReady,
+    WriteManifest,
+)
+from shoal.platform.storage import Storage
+from shoal.platform.telemetry import EventLog, MetricWriter, ProgressRecord
+
+logger = logging.getLogger(__name__)
+
+
+class WorkerHandle(Protocol):
+    """One worker as the controller sees it. Every call has a deadline; a dead worker raises ClusterError."""
+
+    worker_id: str
+
+    def prepare(self, timeout_s: float) -> WorkerInfo: ...
+    def start(self, view: View, rank: int, restore: Restore | None, timeout_s: float) -> None: ...
+    def poll(self, timeout_s: float) -> WorkerPoll: ...
+    def request(self, flags: int, timeout_s: float) -> None: ...
+    def kill(self) -> None: ...
+
+
+class WorkerLauncher(Protocol):
+    """Where workers come from."""
+
+    def launch(self, spec: WorkerSpec, num_workers: int, timeout_s: float) -> Sequence[WorkerHandle]: ...
+    def open_store(self) -> tuple[str, int]:
+        """Host a TCPStore; returns its address. The previous one, if any, is closed."""
+        ...
+
+    def release(self) -> None:
+        """End everything it started."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RunPlan:
+    """What the controller needs to know of a job; picklable."""
+
+    name: str
+    num_workers: int
+    worker: WorkerSpec
+    storage: Storage
+    steps_total: int
+    sharding: Callable[[str], ShardingType]
+    memory_bytes_per_worker: int | None = None
+    transport: str = "auto"
+    resume: str | int = "auto"
+    num_to_keep: int | None = 2
+    #: What identifies the data order (D2), and the check of a stored one against it.
+    data_fingerprint: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    check_fingerprint: Callable[[Mapping[str, Any]], None] = lambda stored: None
+    start_timeout_s: float = 180.0
+    stop_timeout_s: float = 30.0
+    poll_interval_s: float = 0.25
+    #: A worker that does not answer a poll for this long has failed.
+    poll_timeout_s: float = 30.0
+    versions: Mapping[str, str] = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RunReport:
+    """What the driver learns from one poll: everything since the cursor it gave."""
+
+    phase: RunPhase
+    reason: str
+    step: int
+    cursor: int
+    #: ProgressRecord for training, Progress of kind "eval", or an event as (kind, fields).
+    items: tuple[Any, ...]
+    summary: Mapping[str, Any] | None = None
+
+
+class Controller:
+    """Runs one job from launch to release. ``run`` blocks; the other methods may be called from other threads."""
+
+    def __init__(self, plan: RunPlan, launcher: WorkerLauncher) -> None:
+        self.plan = plan
+        self.placement: tuple[TableLoad, ...] = ()
+        self._launcher = launcher
+        self._state = ControllerState(max(1, plan.num_workers))
+        self._handles: Sequence[WorkerHandle] = ()
+        self._infos: Sequence[WorkerInfo] = ()
+        self._view: View | None = None
+        self._manifest: Manifest | None = None
+        self._items: list[Any] = []
+        self._lock = threading.Lock()
+        self._stop_reason: str | None = None
+        self._over: tuple[RunPhase, str] | None = None
+        self._failure: BaseException | None = None
+        self._restored = threading.Event()
+        self._step, self._samples = 0, 0
+        self._events = EventLog(plan.storage, "c0")
+        self._metrics: MetricWriter | None = None
+        self._pool = ThreadPoolExecutor(max_workers=min(32, max(2, plan.num_workers)), thread_name_prefix="controller")
+
+    # ---- for the driver -------------------------------------------------------------------------------------------
+
+    def report(self, cursor: int) -> RunReport:
+        """Everything since ``cursor`` (0 at first)."""
+        with self._lock:
+            items = tuple(self._items[cursor:])
+            phase, reason = self._over or (self._state.phase, "")
+            if self._over is None and phase.is_over:
+                phase = RunPhase.STOPPING  # workers are still being released
+            return RunReport(
+                phase=phase,
+                reason=reason,
+                step=self._step,
+                cursor=cursor + len(items),
+                items=items,
+                summary=self._state.summary,
+            )
+
+    def stop(self, reason: str) -> None:
+        """Ask for an orderly end: the step in progress is finished and a checkpoint written."""
+        self._stop_reason = self._stop_reason or reason
+
+    @property
+    def failure(self) -> BaseException | None:
+        """The typed error that ended the run, where it is known in this process."""
+        return self._failure
+
+    # ---- the run --------------------------------------------------------------------------------------------------
+
+    def run(self) -> RunPhase:
+        """Launch, train, release. Returns how the run ended; never raises for a failure of the run itself."""
+        refused: set[CheckpointName] = set()
+        try:
+            while not self._try_run(refused):
+                self._publish("resume_fallback", reason=f"passed over {', '.join(map(str, refused))}")
+                self._launcher.release()
+                self._state = ControllerState(max(1, self.plan.num_workers))
+        except Exception as error:
+            logger.exception("run=%s failed", self.plan.name)
+            self._failure = self._failure or error
+            self._over = (RunPhase.FAILED, f"{type(error).__name__}: {error}")
+        finally:
+            self._launcher.release()
+            self._pool.shutdown(wait=False, cancel_futures=True)
+            if self._metrics is not None:
+                self._metrics.close()
+            self._events.flush()
+        assert self._over is not None
+        return self._over[0]
+
+    def _try_run(self, refused: set[CheckpointName]) -> bool:
+        """One attempt. False: the checkpoint is damaged and another is to be tried; ``refused`` has grown."""
+        self._choose_checkpoint(refused)
+        self._launch()
+        for rank in range(len(self._handles)):
+            self._handle(WorkerReady(rank))
+        while not self._state.phase.is_over:
+            if self._stop_reason is not None:
+                self._handle(StopRequested(self._stop_reason))
+            events = self._poll_workers()
+            failed = next((event for event in events if isinstance(event, WorkerFailed)), None)
+            damaged = isinstance(self._failure, CheckpointError) and self._step == self._first_step
+            if failed and damaged and self.plan.resume == "auto" and self._manifest is not None:
+                self._publish("checkpoint_damaged", step=self._manifest.name.step, reason=str(self._failure))
+                refused.add(self._manifest.name)
+                self._failure = None
+                return False
+            for event in events:
+                self._handle(event)
+            if not self._state.phase.is_over:
+                time.sleep(self.plan.poll_interval_s)
+        return True
+
+    @property
+    def _first_step(self) -> int:
+        return self._manifest.name.step if self._manifest is not None else 0
+
+    def _choose_checkpoint(self, refused: set[CheckpointName]) -> None:
+        infos = list_checkpoints(self.plan.storage)
+        decision = decide_resume(infos, self.plan.resume, exclude=refused, where=f"run {self.plan.name!r}")
+        self._manifest = decision.manifest
+        self._epoch = max((info.name.epoch for info in infos), default=-1) + 1
+        if decision.manifest is not None:
+            self.plan.check_fingerprint(decision.manifest.cursor.get("order", {}))
+        if infos:
+            self._publish("resume", reason=decision.reason, epoch=self._epoch)
+        self._step = self._first_step
+        newer = [i for i in infos if i.state is CheckpointState.NEWER_FORMAT]
+        if newer and decision.manifest is None and self.plan.resume == "auto":
+            raise CheckpointError(newer[-1].reason)
+
+    def _launch(self) -> None:
+        plan = self.plan
+        started = time.monotonic()
+        self._publish("launch", workers=max(1, plan.num_workers))
+        self._handles = self._launcher.launch(plan.worker, max(1, plan.num_workers), plan.start_timeout_s)
+        remaining = max(1.0, plan.start_timeout_s - (time.monotonic() - started))
+        self._infos = list(self._pool.map(lambda handle: handle.prepare(remaining), self._handles))
+        first = self._infos[0]
+        for info in self._infos[1:]:
+            if info.model_hash != first.model_hash:
+                raise ProtocolError(
+                    f"workers {first.worker_id} and {info.worker_id} built different models; "
+                    f"{_first_difference(first, info)}. The model factory must be deterministic"
+                )
+        self.placement = plan_placement(
+            first.tables,
+            len(self._handles),
+            sharding={spec.name: plan.sharding(spec.name) for spec in first.tables},
+            memory_bytes_per_worker=plan.memory_bytes_per_worker,
+        )
+        self._publish("launched", seconds=round(time.monotonic() - started, 3))
+
+    # ---- events and instructions ----------------------------------------------------------------------------------
+
+    def _handle(self, event: Event) -> None:
+        for instruction in self._state.handle(event):
+            self._execute(instruction)
+
+    def _execute(self, instruction: Instruction) -> None:
+        match instruction:
+            case FormView():
+                self._form_view()
+            case AskStop(rank):
+                self._handles[rank].request(int(Flag.STOP), self.plan.poll_timeout_s)
+            case WriteManifest():
+                self._handle(self._write_manifest(instruction))
+            case Publish(kind, fields):
+                self._publish(kind, **dict(fields))
+            case EndRun(phase, reason):
+                self._over = (phase, reason)
+
+    def _form_view(self) -> None:
+        world = len(self._handles)
+        host, port = ("", 0) if world == 1 else self._launcher.open_store()
+        self._view = view = View(
+            run=self.plan.name,
+            epoch=self._epoch,
+            members=tuple(
+                Member(rank=rank, worker_id=info.worker_id, host=info.host, share=1.0 / world)
+                for rank, info in enumerate(self._infos)
+            ),
+            placement={load.table: load.owners for load in self.placement},
+            transport=self.plan.transport,
+            store_host=host,
+            store_port=port,
+        )
+        for rank, handle in enumerate(self._handles):
+            handle.start(view, rank, self._restore_of(rank), self.plan.poll_timeout_s)
+
+    def _restore_of(self, rank: int) -> Restore | None:
+        manifest = self._manifest
+        if manifest is None:
+            return None
+        owned = {
+            load.table: [block for block, owner in enumerate(load.owners) if owner == rank] for load in self.placement
+        }
+        dense = manifest.find("dense")
+        if dense is None:
+            raise CheckpointError(f"{manifest.name}: its manifest names no dense state")
+        return Restore(
+            step=manifest.name.step,
+            directory=manifest.name.directory,
+            parts=tuple(plan_load(manifest, self._infos[0].tables, owned)),
+            dense=dense,
+        )
+
+    def _poll_workers(self) -> list[Event]:
+        """One round of polls, in parallel; the most telling failure first."""
+        events: list[Event] = []
+        failures: list[tuple[int, int, str, BaseException | None]] = []
+        for rank, answer in enumerate(self._pool.map(self._poll_one, self._handles)):
+            if isinstance(answer, BaseException):
+                failures.append((0, rank, f"worker {self._handles[rank].worker_id}: {answer}", answer))
+                continue
+            self._step = max(self._step, answer.status.step)
+            for record in answer.records:
+                self._record(record)
+            events.extend(PartWritten(part) for part in answer.parts)
+            if answer.failure is not None:
+                weight = 2 if isinstance(answer.failure, PeerError) else 1
+                failures.append((weight, rank, answer.status.error or "", answer.failure))
+            elif answer.summary is not None:
+                events.append(WorkerFinished(rank, answer.summary if rank == 0 else None))
+        if failures:
+            _, rank, reason, error = min(failures, key=lambda failure: failure[:2])
+            self._failure = error
+            events.append(WorkerFailed(rank, reason))
+        return events
+
+    def _poll_one(self, handle: WorkerHandle) -> WorkerPoll | BaseException:
+        try:
+            return handle.poll(self.plan.poll_timeout_s)
+        except Exception as error:  # a dead or silent worker is an event, not an exception of ours
+            return error
+
+    def _write_manifest(self, order: WriteManifest) -> ManifestWritten:
+        summary = next((part.summary for part in order.parts if part.summary is not None), {})
+        manifest = Manifest(
+            name=CheckpointName(self._epoch, order.step),
+            run=self.plan.name,
+            world_size=len(self._handles),
+            tables=self._infos[0].tables,
+            files=tuple(entry for part in order.parts for entry in part.files),
+            cursor={"step": order.step, "order": dict(self.plan.data_fingerprint)},
+            epoch_first_step=self._first_step,
+            data_fingerprint=str(self.plan.data_fingerprint.get("digest", "")) or None,
+            versions=self.plan.versions,
+            summary=dict(summary or {}),
+        )
+        try:
+            write_manifest(self.plan.storage, manifest)
+            if self.plan.num_to_keep is not None:
+                collect(self.plan.storage, self.plan.num_to_keep)
+        except Exception as error:  # training goes on without this checkpoint; the event says so
+            return ManifestWritten(order.step, f"{type(error).__name__}: {error}")
+        return ManifestWritten(order.step)
+
+    # ---- telemetry ------------------------------------------------------------------------------------------------
+
+    def _publish(self, kind: str, **fields: Any) -> None:
+        self._events.write(kind, **fields)
+        with self._lock:
+            self._items.append((kind, fields))
+
+    def _record(self, record: Progress) -> None:
+        if self._metrics is None:
+            self._metrics = MetricWriter(self.plan.storage, "c0")
+        if record.kind != "train":
+            self._metrics.write_scalars(record.step, record.values)
+            item: Any = record
+        else:
+            item = self._progress(record)
+            self._metrics.write(item)
+        self._metrics.flush()
+        with self._lock:
+            self._items.append(item)
+
+    def _progress(self, record: Progress) -> ProgressRecord:
+        values = record.values
+        left = self.plan.steps_total - record.step
+        self._samples = int(values.get("samples", self._samples))
+        return ProgressRecord(
+            step=record.step,
+            epoch=self._epoch,
+            steps_total=self.plan.steps_total,
+            samples=self._samples,
+            samples_per_s=values["samples_per_s"],
+            loss=values["loss"],
+            ne=values["ne"],
+            auc=values["auc"],
+            calibration=values["calibration"],
+            exchange_ms=values["exchange_ms"],
+            workers=len(self._handles),
+            eta_s=left * values["step_ms"] / 1e3,
+            phases_ms={k.split("/", 1)[1]: v for k, v in values.items() if k.startswith("phase_ms/")},
+            counters={name: values[name] for name in ("rows", "skipped_steps")},
+        )
+
+
+def _first_difference(a: WorkerInfo, b: WorkerInfo) -> str:
+    for mine, other in zip(a.tables, b.tables):
+        if mine != other:
+            return f"table {mine.name!r}: {mine} against {other}"
+    if len(a.tables) != len(b.tables):
+        return f"{len(a.tables)} tables against {len(b.tables)}"
+    if a.dense_parameters != b.dense_parameters:
+        return f"{a.dense_parameters} dense parameters against {b.dense_parameters}"
+    return "their features or the shapes of dense parameters differ"
+
+
+__all__ = ["ClusterError", "Controller", "RunPlan", "RunReport", "WorkerHandle", "WorkerLauncher"]
