@@ -1,0 +1,115 @@
+"""The only module that makes Ray actors of plain classes.
+
+Everything else is written against the plain classes, which tests build directly. Actors here are detached and named by
+run, are never restarted by Ray, and end by themselves when nobody has spoken to them for ``orphan_s``: a killed driver
+or controller leaves nothing behind for long (F8).
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import ray
+from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from shoal.actors.messages import WorkerInfo, WorkerPoll
+from shoal.actors.worker import Worker, WorkerSpec
+
+logger = logging.getLogger(__name__)
+
+#: Ray namespace of all of Shoal's named actors.
+NAMESPACE = "shoal"
+
+
+def actor_name(run: str, role: str) -> str:
+    """Name of an actor of a run: ``shoal:<run>:<role>``."""
+    return f"shoal:{run}:{role}"
+
+
+def create_actor(
+    cls: type,
+    name: str,
+    *args: Any,
+    num_cpus: float = 0,
+    num_gpus: float = 0,
+    memory: int | None = None,
+    resources: Mapping[str, float] | None = None,
+    group: PlacementGroup | None = None,
+    max_concurrency: int = 4,
+    lifetime: str | None = "detached",
+) -> Any:
+    """Start ``cls(*args)`` as a named actor; returns its handle. Raises ValueError if the name is taken."""
+    strategy = PlacementGroupSchedulingStrategy(placement_group=group) if group is not None else None
+    return (
+        ray.remote(cls)
+        .options(  # type: ignore[attr-defined]
+            name=name,
+            namespace=NAMESPACE,
+            lifetime=lifetime,
+            max_restarts=0,
+            max_task_retries=0,
+            max_concurrency=max_concurrency,
+            num_cpus=num_cpus,
+            num_gpus=num_gpus,
+            memory=memory,
+            resources=dict(resources or {}),
+            scheduling_strategy=strategy,
+        )
+        .remote(*args)
+    )
+
+
+def find_actor(name: str) -> Any | None:
+    """The live actor of that name, or None."""
+    try:
+        return ray.get_actor(name, namespace=NAMESPACE)
+    except ValueError:
+        return None
+
+
+def reserve(name: str, bundle: Mapping[str, float]) -> PlacementGroup:
+    """A detached placement group of one bundle: the unit of elasticity, and the demand an autoscaler sees."""
+    return placement_group([dict(bundle)], strategy="PACK", name=name, lifetime="detached")
+
+
+def release_group(group: PlacementGroup) -> None:
+    """Remove a placement group, with whatever runs in it."""
+    remove_placement_group(group)
+
+
+def start_watchdog(last_contact: Any, limit_s: float, what: str) -> None:
+    """End this process when ``last_contact()`` (a monotonic time) is older than ``limit_s``."""
+
+    def watch() -> None:
+        while time.monotonic() - last_contact() < limit_s:
+            time.sleep(min(1.0, limit_s / 4))
+        logger.error("%s: nobody has spoken to this process for %.0f s: it ends", what, limit_s)
+        os._exit(70)
+
+    threading.Thread(target=watch, name="orphan-watchdog", daemon=True).start()
+
+
+class WorkerActor:
+    """A Worker in an actor of its own. Its host is its Ray node."""
+
+    def __init__(self, worker_id: str, spec: WorkerSpec, orphan_s: float) -> None:
+        self._worker = Worker(worker_id, spec)
+        start_watchdog(lambda: self._worker.last_contact, orphan_s, f"worker {worker_id} of run {spec.run}")
+
+    def prepare(self) -> WorkerInfo:
+        return self._worker.prepare(ray.get_runtime_context().get_node_id())
+
+    def start(self, *args: Any) -> None:
+        self._worker.start(*args)
+
+    def poll(self) -> WorkerPoll:
+        return self._worker.poll()
+
+    def request(self, flags: int) -> None:
+        self._worker.request(flags)
