@@ -11,7 +11,26 @@ from typing import Any
 __version__ = "0.1.0"
 
 # Public name -> the module that defines it.
-_EXPORTS: dict[str, str] = {}
+_EXPORTS: dict[str, str] = {
+    "ElasticTrainer": "shoal.jobs.train",
+    "Result": "shoal.jobs.train",
+    "Batch": "shoal.kernels.batch",
+    "JaggedTensor": "shoal.kernels.jagged",
+    "KeyedJaggedTensor": "shoal.kernels.jagged",
+    "KeyedTensor": "shoal.kernels.jagged",
+    "EmbeddingBagCollection": "shoal.actors.embedding",
+    "EmbeddingCollection": "shoal.actors.embedding",
+    "EmbeddingBagConfig": "shoal.kernels.tables",
+    "EmbeddingConfig": "shoal.kernels.tables",
+    "PoolingType": "shoal.kernels.spec",
+    "DataType": "shoal.kernels.spec",
+    "DataConfig": "shoal.platform.config",
+    "TrainConfig": "shoal.platform.config",
+    "TablesConfig": "shoal.platform.config",
+    "ScalingConfig": "shoal.platform.config",
+    "RunConfig": "shoal.platform.config",
+    "CheckpointConfig": "shoal.platform.config",
+}
 
 __all__ = ["__version__", *_EXPORTS]
 

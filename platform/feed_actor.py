@@ -1,0 +1,51 @@
+"""How workers on a Ray cluster reach the run's Feeder: picklable makers of both ends."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from shoal.actors.feed import Assignment, BatchSource
+from shoal.actors.worker import Seat
+from shoal.kernels.errors import ClusterError
+from shoal.platform.job import Source
+
+
+@dataclasses.dataclass(frozen=True)
+class FeederMaker:
+    """Builds the Feeder, in its actor."""
+
+    source: Source
+
+    def __call__(self) -> Any:
+        from shoal.platform.feeder import Feeder
+
+        return Feeder(self.source.dataset, self.source.order, stop_step=self.source.num_steps)
+
+
+@dataclasses.dataclass(frozen=True)
+class RayFeedMaker:
+    """Builds a worker's end of the feed."""
+
+    source: Source
+    feeder_name: str
+
+    def __call__(self, seat: Seat) -> BatchSource:
+        from shoal.actors.feed import RayFeed
+        from shoal.actors.runtime import find_actor
+
+        feeder = find_actor(self.feeder_name)
+        if feeder is None:
+            raise ClusterError(f"the feeder {self.feeder_name!r} is gone")
+        source = self.source
+        return RayFeed(
+            feeder,
+            source.order,
+            source.schema,
+            source.dataset.arrow_schema,
+            assignment=Assignment(seat.rank, seat.world_size, None if seat.world_size == 1 else seat.shares),
+            start_step=seat.start_step,
+            stop_step=source.num_steps,
+            prefetch_batches=source.prefetch_batches,
+            timeout_s=source.timeout_s,
+        )

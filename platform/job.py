@@ -1,0 +1,256 @@
+"""From a job's configuration to what the controller and the workers need: the schema, the feeds, the run plan.
+
+The small classes here are picklable functions: they travel to workers inside a WorkerSpec.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import importlib.metadata
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+from torch import nn
+
+from shoal.actors.dataset import Dataset, scan_dataset
+from shoal.actors.dense import DenseOptimizerSpec
+from shoal.actors.feed import Assignment, BatchSource, LocalFeed
+from shoal.actors.trainer import LoopSpec
+from shoal.actors.worker import Seat, WorkerSpec
+from shoal.kernels.errors import ConfigError
+from shoal.kernels.schema import Schema, SparseColumn
+from shoal.kernels.spec import IdPolicy, TableSpec
+from shoal.kernels.tables import BaseEmbeddingConfig, table_seed
+from shoal.platform.config import DataConfig, JobConfig
+from shoal.platform.controller import RunPlan
+from shoal.platform.manifest import CheckpointName
+from shoal.platform.order import OrderSpec, VirtualOrder
+from shoal.platform.placement import ShardingType
+from shoal.platform.storage import Storage
+
+_PACKAGES = ("shoal", "torch", "ray", "pyarrow", "numpy")
+
+
+def make_schema(data: DataConfig) -> Schema:
+    """The declared columns of the data section."""
+    schema = Schema(
+        label=data.label,
+        dense=data.dense,
+        weight=data.weight,
+        sparse=tuple(
+            SparseColumn(
+                name=feature.name,
+                column=feature.column,
+                kind=feature.kind,
+                weights_column=feature.weights_column,
+                max_length=feature.max_length,
+                null_policy=feature.null_policy,
+            )
+            for feature in data.sparse
+        ),
+    )
+    schema.validate()
+    return schema
+
+
+@dataclasses.dataclass(frozen=True)
+class FactoryModel:
+    """Builds the model that ``model.factory`` names."""
+
+    factory: str
+    args: dict[str, Any]
+
+    def __call__(self) -> nn.Module:
+        module_name, _, function_name = self.factory.partition(":")
+        try:
+            function = getattr(importlib.import_module(module_name), function_name)
+        except (ImportError, AttributeError) as error:
+            raise ConfigError(f"model.factory {self.factory!r} cannot be imported: {error}") from error
+        try:
+            model = function(**self.args)
+        except TypeError as error:
+            raise ConfigError(f"model.factory {self.factory!r} does not take model.args: {error}") from error
+        if not isinstance(model, nn.Module):
+            raise ConfigError(f"model.factory {self.factory!r} returned {type(model).__name__}, not an nn.Module")
+        return model
+
+
+@dataclasses.dataclass(frozen=True)
+class TableMaker:
+    """Applies the job's settings to a table's config."""
+
+    config: JobConfig
+
+    def __call__(self, table: BaseEmbeddingConfig) -> TableSpec:
+        return self.config.table_spec(
+            table.name,
+            num_embeddings=table.num_embeddings,
+            embedding_dim=table.embedding_dim,
+            data_type=table.data_type.value,
+            init_min=table.weight_init_min,
+            init_max=table.weight_init_max,
+            seed=table_seed(self.config.train.seed, table.name),
+        )
+
+
+class JobLearningRates:
+    """The job's schedules; each distinct schedule is evaluated once per step."""
+
+    def __init__(self, config: JobConfig, tables: Sequence[TableSpec]) -> None:
+        self._config = config
+        self._base = np.array([table.optimizer.lr for table in tables], dtype=np.float32)
+        schedules = [config.table_schedule(table.name) for table in tables]
+        distinct = list(dict.fromkeys(schedules))
+        self._schedules = distinct
+        self._index = np.array([distinct.index(schedule) for schedule in schedules], dtype=np.int64)
+
+    def tables(self, step: int) -> np.ndarray:
+        """float32 [num tables] at ``step``, counted from 0."""
+        factors = np.array([schedule.factor(step) for schedule in self._schedules], dtype=np.float32)
+        return self._base * factors[self._index]
+
+    def dense(self, step: int) -> float:
+        return self._config.dense_lr(step)
+
+
+@dataclasses.dataclass(frozen=True)
+class LearningRatesMaker:
+    """Makes the schedules once a worker knows its tables."""
+
+    config: JobConfig
+
+    def __call__(self, tables: Sequence[TableSpec]) -> JobLearningRates:
+        return JobLearningRates(self.config, tables)
+
+
+@dataclasses.dataclass(frozen=True)
+class Source:
+    """A scanned data set in its order."""
+
+    dataset: Dataset
+    order: VirtualOrder
+    schema: Schema
+    #: Steps after which the feed ends.
+    num_steps: int
+    prefetch_batches: int
+    timeout_s: float
+
+    def local_feed(self, seat: Seat) -> BatchSource:
+        """This rank's batches, read in its own process."""
+        return LocalFeed(
+            self.dataset,
+            self.order,
+            self.schema,
+            assignment=Assignment(seat.rank, seat.world_size, None if seat.world_size == 1 else seat.shares),
+            start_step=seat.start_step,
+            stop_step=self.num_steps,
+            prefetch_batches=self.prefetch_batches,
+            timeout_s=self.timeout_s,
+        )
+
+
+def open_source(config: JobConfig, paths: Sequence[str], *, is_training: bool) -> Source:
+    """Scan the files behind ``paths`` and put them in order; errors name what is wrong before anything starts."""
+    data, train = config.data, config.train
+    schema = make_schema(data)
+    dataset = scan_dataset(list(paths), schema, max_bad_files=data.max_bad_files)
+    spec = OrderSpec(
+        batch_size=data.batch_size,
+        seed=train.seed,
+        shuffle=data.shuffle and is_training,
+        window_rows=data.window_rows,
+        num_lanes=data.lanes,
+    )
+    order = VirtualOrder(dataset.files, spec)
+    num_steps = order.batches_per_epoch
+    if is_training:
+        num_steps *= train.epochs
+        num_steps = min(num_steps, train.max_steps or num_steps)
+    return Source(dataset, order, schema, num_steps, data.prefetch_batches, config.run.timeouts.feed_timeout_s)
+
+
+@dataclasses.dataclass(frozen=True)
+class ShardingOf:
+    """How each table is cut over workers."""
+
+    config: JobConfig
+
+    def __call__(self, table: str) -> ShardingType:
+        is_table_wise = self.config.tables.of(table).is_table_wise
+        return ShardingType.TABLE_WISE if is_table_wise else ShardingType.ROW_WISE
+
+
+def checkpoint_directory(epoch: int, step: int) -> str:
+    """Folder of a checkpoint within the run's."""
+    return CheckpointName(epoch, step).directory
+
+
+def dense_optimizer_spec(config: JobConfig) -> DenseOptimizerSpec:
+    """The dense optimizer with torch's own keyword arguments."""
+    dense = config.train.dense_optimizer
+    options: dict[str, Any] = {"weight_decay": dense.weight_decay}
+    if dense.kind in ("adam", "adamw"):
+        options["betas"] = dense.betas
+    if dense.kind == "sgd":
+        options["momentum"] = dense.momentum
+    if dense.eps is not None and dense.kind != "sgd":
+        options["eps"] = dense.eps
+    return DenseOptimizerSpec(kind=dense.kind, lr=config.dense_lr(0), options=options)
+
+
+def make_plan(
+    config: JobConfig,
+    build_model: Callable[[], nn.Module],
+    train: Source,
+    evaluation: Source | None,
+    train_feed: Callable[[Seat], BatchSource],
+) -> RunPlan:
+    """The run plan of a validated configuration."""
+    run, timeouts, checkpoint = config.run, config.run.timeouts, config.run.checkpoint
+    storage = Storage(run.run_dir)
+    worker = WorkerSpec(
+        run=run.name,
+        build_model=build_model,
+        make_table=TableMaker(config),
+        policies={name: IdPolicy[policy.upper()] for name, policy in config.data.id_policies.items()},
+        learning_rates=LearningRatesMaker(config),
+        dense_optimizer=dense_optimizer_spec(config),
+        loop=LoopSpec(
+            seed=config.train.seed,
+            total_steps=train.num_steps,
+            log_every_steps=config.train.log_every_steps,
+            eval_every_steps=config.train.eval_every_steps,
+            checkpoint_every_steps=checkpoint.every_steps,
+            checkpoint_at_end=checkpoint.at_end,
+            max_skipped_steps=config.train.max_skipped_steps,
+            eval_steps=0 if evaluation is None else evaluation.num_steps,
+        ),
+        train_feed=train_feed,
+        eval_feed=None if evaluation is None else evaluation.local_feed,
+        storage=storage,
+        checkpoint_directory=checkpoint_directory,
+        checkpoint_bytes_per_s=float(checkpoint.rate_limit_bytes_per_s or 0),
+        num_threads=config.num_threads,
+        op_timeout_s=timeouts.op_timeout_s,
+        start_timeout_s=timeouts.start_timeout_s,
+        checkpoint_timeout_s=timeouts.checkpoint_timeout_s,
+    )
+    return RunPlan(
+        name=run.name,
+        num_workers=config.scaling.max_workers,
+        worker=worker,
+        storage=storage,
+        steps_total=train.num_steps,
+        sharding=ShardingOf(config),
+        memory_bytes_per_worker=config.scaling.memory_per_worker,
+        transport=config.scaling.transport,
+        resume=run.resume,
+        num_to_keep=checkpoint.num_to_keep,
+        data_fingerprint=train.order.fingerprint(),
+        check_fingerprint=train.order.check_fingerprint,
+        start_timeout_s=timeouts.start_timeout_s,
+        stop_timeout_s=timeouts.stop_timeout_s,
+        versions={name: importlib.metadata.version(name) for name in _PACKAGES},
+    )
