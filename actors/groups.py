@@ -1,0 +1,324 @@
+"""Process groups of one epoch, of their own (no default group), and the transport the step uses over them.
+
+A view's ranks meet at a TCPStore under the prefix (run, epoch), call the roll, and form one Gloo group for control and,
+where the transport needs it, one for data. Everything has a deadline and says who is missing. ``Groups.abort`` releases
+every peer that waits in an exchange of this epoch (F1) and may be called from any thread; ``destroy`` frees all.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from shoal.kernels.errors import ConfigError, ExchangeTimeoutError, PeerError
+from shoal.kernels.rollcall import LEFT, RollCall
+from shoal.kernels.transport import LoopbackTransport, Transport, name_ranks
+from shoal.kernels.transport_composite import CompositeTransport
+from shoal.kernels.transport_gloo import GlooTransport, mesh_sockets, socket_inodes
+from shoal.kernels.transport_nccl import NcclTransport
+from shoal.kernels.transport_shm import ShmTransport, shm_available
+
+TRANSPORTS = ("auto", "shm", "gloo", "nccl")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GroupSpec:
+    """Where and with whom to form the groups of an epoch; equal on all ranks but for ``rank`` and ``bind_address``."""
+
+    #: Name of the run; its hash is in every prefix and segment name.
+    run: str
+    epoch: int
+    rank: int
+    #: Host (network locality) of each rank, in rank order; its length is the world size.
+    hosts: tuple[str, ...]
+    store_host: str = "127.0.0.1"
+    store_port: int = 0
+    #: auto: shared memory among ranks of a host, Gloo across; shm, gloo; nccl: rows over NCCL, the rest as auto.
+    transport: str = "auto"
+    #: Address of the interface Gloo listens on; empty: loopback when all ranks share a host, else Gloo's choice.
+    bind_address: str = ""
+    #: Deadline of forming, in seconds.
+    form_timeout_s: float = 60.0
+    #: Deadline of one operation, in seconds (F1: short, never 30 min).
+    timeout_s: float = 10.0
+
+    @property
+    def world_size(self) -> int:
+        return len(self.hosts)
+
+    def validate(self) -> None:
+        """Raise ConfigError naming the field, its value and what is allowed."""
+        if self.transport not in TRANSPORTS:
+            raise ConfigError(f"transport is {self.transport!r}; it must be one of {', '.join(TRANSPORTS)}")
+        if not 0 <= self.rank < self.world_size:
+            raise ConfigError(f"rank is {self.rank}; it must be in [0, {self.world_size})")
+        if self.transport == "shm" and len(set(self.hosts)) > 1:
+            names = ", ".join(sorted(set(self.hosts)))
+            raise ConfigError(f"transport is 'shm' but the ranks are on several hosts ({names}); use 'auto'")
+
+
+def run_hash(run: str) -> int:
+    """64-bit hash of a run's name, stable across processes: names segments and identifies headers."""
+    return int.from_bytes(hashlib.blake2b(run.encode(), digest_size=8).digest(), "little")
+
+
+def host_store(bind_address: str = "127.0.0.1") -> tuple[dist.TCPStore, str, int]:
+    """Host a TCPStore on a free port; (store, host, port). It lives as long as the returned object."""
+    # Binding the socket ourselves lets the kernel choose a free port on exactly this address.
+    family = socket.AF_INET6 if ":" in bind_address else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    listener.bind((bind_address, 0))
+    listener.listen(1024)
+    port = listener.getsockname()[1]
+    store = dist.TCPStore(
+        bind_address,
+        port,
+        is_master=True,
+        wait_for_workers=False,
+        timeout=timedelta(seconds=10),
+        master_listen_fd=listener.detach(),
+    )
+    return store, bind_address, port
+
+
+class Groups:
+    """The formed groups of one rank in one epoch. ``control`` is None in a world of one."""
+
+    def __init__(
+        self,
+        spec: GroupSpec,
+        transport: Transport,
+        *,
+        payload_transport: Transport | None = None,
+        control: dist.ProcessGroup | None = None,
+        roll_call: RollCall | None = None,
+        sockets: Sequence[socket.socket] = (),
+    ) -> None:
+        self.spec = spec
+        #: Headers, ids and, without NCCL, everything else.
+        self.transport = transport
+        #: Rows and gradients, when they take another way than ``transport``.
+        self.payload_transport = payload_transport
+        #: A Gloo group for rare control traffic (broadcast of dense state, barriers); never used by the step.
+        self.control = control
+        self._roll_call = roll_call
+        self._sockets = list(sockets)
+        self._is_destroyed = False
+
+    def abort(self, reason: str = "aborted") -> None:
+        """Release every peer that waits for this rank, from any thread; this rank's blocked calls raise PeerError."""
+        if self._is_destroyed:
+            return
+        if self._roll_call is not None:
+            self._roll_call.sign(LEFT, reason)
+        self.transport.abort(reason)
+        if self.payload_transport is not None:
+            self.payload_transport.abort(reason)
+        for connection in self._sockets:
+            try:
+                connection.shutdown(socket.SHUT_RDWR)
+            except OSError:
+                continue
+
+    def destroy(self, reason: str = "destroyed") -> None:
+        """``abort``, then free sockets, threads, memory and segments; idempotent. No exchange may be running here."""
+        if self._is_destroyed:
+            return
+        self.abort(reason)
+        self._is_destroyed = True
+        self.transport.close()
+        if self.payload_transport is not None:
+            self.payload_transport.close()
+        for connection in self._sockets:
+            connection.close()
+        self._sockets = []
+        self.control = None
+        self._roll_call = None
+
+
+def form(spec: GroupSpec) -> Groups:
+    """Form the groups of an epoch; every rank calls it with the same spec. Blocks at most about ``form_timeout_s``.
+
+    Raises ConfigError for a spec that cannot work, ExchangeTimeoutError naming the ranks that did not come or did not
+    finish, PeerError when the store cannot be reached, CapacityError when /dev/shm is too small.
+    """
+    spec.validate()
+    if spec.world_size == 1:
+        return Groups(spec, LoopbackTransport())
+    return _Former(spec).form()
+
+
+class _Former:
+    """The steps of forming, sharing one deadline."""
+
+    def __init__(self, spec: GroupSpec) -> None:
+        self.spec = spec
+        self.deadline = time.monotonic() + spec.form_timeout_s
+        self.prefix = f"{run_hash(spec.run):016x}/{spec.epoch}"
+        self.sockets: list[socket.socket] = []
+        self.store = self._connect()
+
+    def form(self) -> Groups:
+        self.meet("arrive")
+        control, control_sockets = self._form_gloo("control")
+        roll_call = RollCall(self._connect(), self.spec.rank, self.spec.world_size)
+        transport: Transport | None = None
+        payload: Transport | None = None
+        try:
+            transport = self._transport(roll_call)
+            if self.spec.transport == "nccl":
+                payload = self._nccl()
+            self.meet("formed")
+        except BaseException:
+            for opened in (transport, payload):
+                if opened is not None:
+                    opened.close()
+            for connection in control_sockets:
+                connection.close()
+            raise
+        return Groups(
+            self.spec,
+            transport,
+            payload_transport=payload,
+            control=control,
+            roll_call=roll_call,
+            sockets=control_sockets,
+        )
+
+    def meet(self, name: str) -> None:
+        """Wait until every rank has come to the point ``name``; names those that have not when time is up."""
+        spec = self.spec
+        try:
+            self.store.set(f"{name}/{spec.rank}", b"1")
+            waiting = set(range(spec.world_size))
+            while True:
+                waiting = {rank for rank in waiting if not self.store.check([f"{name}/{rank}"])}
+                if not waiting:
+                    return
+                if time.monotonic() >= self.deadline:
+                    raise ExchangeTimeoutError(
+                        f"forming epoch {spec.epoch} of run {spec.run!r} on rank {spec.rank}: {name_ranks(waiting)} "
+                        f"of {spec.world_size} did not {name.removesuffix('d')} within {spec.form_timeout_s:g} s"
+                    )
+                time.sleep(0.002)
+        except (dist.DistError, dist.DistNetworkError, dist.DistStoreError) as error:
+            raise self._store_error(error) from error
+
+    def remaining_s(self) -> float:
+        return max(0.1, self.deadline - time.monotonic())
+
+    def _connect(self) -> Any:
+        spec = self.spec
+        try:
+            store = dist.TCPStore(
+                spec.store_host,
+                spec.store_port,
+                is_master=False,
+                wait_for_workers=False,
+                timeout=timedelta(seconds=max(1.0, spec.form_timeout_s)),
+            )
+        except (RuntimeError, ValueError) as error:
+            raise self._store_error(error) from error
+        return dist.PrefixStore(self.prefix, store)
+
+    def _store_error(self, error: BaseException) -> PeerError:
+        return PeerError(
+            f"forming epoch {self.spec.epoch} of run {self.spec.run!r}: the store at {self.spec.store_host}:"
+            f"{self.spec.store_port} cannot be reached ({str(error).splitlines()[0][:160]})"
+        )
+
+    def _form_gloo(self, name: str) -> tuple[dist.ProcessGroup, list[socket.socket]]:
+        """A Gloo group over all ranks and its connections. Gloo can overstay its timeout, so a thread does the waiting."""
+        spec, store = self.spec, dist.PrefixStore(name, self.store)
+        outcome: list[Any] = []
+
+        def work() -> None:
+            before = socket_inodes()
+            try:
+                group = dist.ProcessGroupGloo(store, spec.rank, spec.world_size, self._gloo_options())
+                outcome.append((group, mesh_sockets(store, spec.rank, spec.world_size, before)))
+            except RuntimeError as error:
+                outcome.append(error)
+
+        thread = threading.Thread(target=work, name=f"shoal-form-{name}", daemon=True)
+        thread.start()
+        thread.join(self.remaining_s())
+        if outcome and not isinstance(outcome[0], BaseException):
+            return outcome[0]
+        self._sign_and_explain(f"{name}-failed", outcome[0] if outcome else None)
+        raise AssertionError("unreachable")
+
+    def _sign_and_explain(self, name: str, cause: BaseException | None) -> None:
+        """Name the ranks that cannot even say that forming failed: those are the ones that died."""
+        found = RollCall(dist.PrefixStore(name, self.store), self.spec.rank, self.spec.world_size)
+        error = found.explain(f"forming epoch {self.spec.epoch}", "timeout", self.spec.form_timeout_s, str(cause))
+        raise error from cause
+
+    def _gloo_options(self) -> Any:
+        spec = self.spec
+        options = dist.ProcessGroupGloo._Options()
+        address = spec.bind_address or ("127.0.0.1" if len(set(spec.hosts)) == 1 else "")
+        create = dist.ProcessGroupGloo
+        options._devices = [create.create_device(hostname=address) if address else create.create_default_device()]
+        options._timeout = timedelta(seconds=min(spec.timeout_s, self.remaining_s()))
+        # One worker thread suffices: a group carries one operation at a time (S11).
+        options._threads = 1
+        return options
+
+    def _transport(self, roll_call: RollCall) -> Transport:
+        spec = self.spec
+        local = [rank for rank, host in enumerate(spec.hosts) if host == spec.hosts[spec.rank]]
+        has_shm = spec.transport != "gloo" and self._all_hosts_have_shm(len(local))
+        if has_shm and len(local) == spec.world_size:
+            return self._shm(local)
+        group, sockets = self._form_gloo("data")
+        gloo = GlooTransport(
+            group, spec.rank, spec.world_size, roll_call=roll_call, sockets=sockets, local_ranks=frozenset(local)
+        )
+        if not has_shm or len(set(spec.hosts)) == spec.world_size:
+            return gloo
+        try:
+            return CompositeTransport(gloo, self._shm(local) if len(local) > 1 else LoopbackTransport(), local)
+        except BaseException:
+            gloo.close()
+            raise
+
+    def _all_hosts_have_shm(self, num_local: int) -> bool:
+        """All ranks agree on whether shared memory is used: one without it turns it off for all (transport auto)."""
+        reason = shm_available(num_local)
+        if reason and self.spec.transport == "shm":
+            raise ConfigError(f"transport is 'shm' but this host cannot: {reason}")
+        self.store.set(f"shm/{self.spec.rank}", b"0" if reason else b"1")
+        self.meet("shm-known")
+        return all(self.store.get(f"shm/{rank}") == b"1" for rank in range(self.spec.world_size))
+
+    def _shm(self, local: list[int]) -> ShmTransport:
+        spec = self.spec
+        return ShmTransport(
+            name=f"shoal-{run_hash(spec.run):016x}-e{spec.epoch}-{self._nonce()}-{local[0]}",
+            rank=local.index(spec.rank),
+            ranks=local,
+            attach_timeout_s=self.remaining_s(),
+        )
+
+    def _nonce(self) -> str:
+        """The same 8 random characters on all ranks: two runs of one name never share a segment."""
+        return self.store.compare_set("nonce", "", secrets.token_hex(4)).decode()
+
+    def _nccl(self) -> NcclTransport:
+        spec = self.spec
+        if not torch.cuda.is_available():
+            raise ConfigError("transport is 'nccl' but this process sees no CUDA device; use 'auto'")
+        return NcclTransport.form(
+            dist.PrefixStore("nccl", self.store), spec.rank, spec.world_size, timeout_s=spec.timeout_s
+        )

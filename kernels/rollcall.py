@@ -1,0 +1,79 @@
+"""Who is still there: after a failed collective every survivor signs a sheet in the store, and who did not is named.
+
+Gloo reports a closed connection or a timeout, never a rank. A rank whose exchange failed first releases its peers
+(they fail within milliseconds and sign too), so those who have not signed after a short wait are the missing ones.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from shoal.kernels.errors import ExchangeTimeoutError, PeerError
+from shoal.kernels.transport import name_ranks
+
+#: Signatures: how this rank's exchange ended.
+TIMEOUT, CLOSED, LEFT = "timeout", "closed", "left"
+
+
+class RollCall:
+    """A sheet of signatures of one epoch in a torch.distributed Store that all ranks reach.
+
+    ``store`` must be a connection of its own (a store client serialises its callers) with a short timeout.
+    """
+
+    def __init__(self, store: Any | None, rank: int, world_size: int, *, wait_s: float = 0.5) -> None:
+        self.rank, self.world_size = rank, world_size
+        self._store, self._wait_s = store, wait_s
+        self._signed = False
+
+    def sign(self, how: str, why: str = "") -> None:
+        """Write this rank's signature; the first one counts. A dead store is ignored: naming is best effort."""
+        if self._signed:
+            return
+        self._signed = True
+        try:
+            self._store.set(f"rollcall/{self.rank}", f"{how}|{why[:200]}")
+        except Exception:
+            # Torch raises several types when the store's host is gone.
+            return
+
+    def read(self) -> dict[int, tuple[str, str]] | None:
+        """Signatures (how, why) by rank, after waiting up to ``wait_s`` for all; None when the store is gone."""
+        deadline = time.monotonic() + self._wait_s
+        found: dict[int, tuple[str, str]] = {}
+        try:
+            while True:
+                for rank in range(self.world_size):
+                    key = f"rollcall/{rank}"
+                    if rank not in found and self._store.check([key]):
+                        how, _, why = self._store.get(key).decode(errors="replace").partition("|")
+                        found[rank] = (how, why)
+                if len(found) == self.world_size or time.monotonic() >= deadline:
+                    return found
+                time.sleep(0.01)
+        except Exception:
+            return None
+
+    def explain(self, operation: str, how: str, timeout_s: float, cause: str) -> PeerError:
+        """Sign, wait, and build the error that names who is missing or who left, and why."""
+        self.sign(how)
+        found = self.read()
+        if found is None:
+            who = "the store is gone too, so the rank cannot be named"
+            if how == TIMEOUT:
+                return ExchangeTimeoutError(f"{operation} timed out after {timeout_s:g} s on rank {self.rank}: {who}")
+            return PeerError(
+                f"{operation} failed on rank {self.rank}: a peer's connection closed ({cause[:120]}); {who}"
+            )
+        missing = [rank for rank in range(self.world_size) if rank not in found]
+        left = {rank: why for rank, (kind, why) in found.items() if kind == LEFT}
+        what = f"{operation} failed on rank {self.rank} of {self.world_size}"
+        if any(kind == TIMEOUT for kind, _ in found.values()):
+            who = f"{name_ranks(missing)} did not arrive" if missing else "every rank is alive but one came too late"
+            return ExchangeTimeoutError(f"{what}: {who} within {timeout_s:g} s")
+        if left:
+            reasons = "; ".join(f"rank {rank} left: {why or 'no reason given'}" for rank, why in sorted(left.items()))
+            return PeerError(f"{what}: {reasons}")
+        who = f"{name_ranks(missing)} died or cannot be reached" if missing else f"a connection broke ({cause[:120]})"
+        return PeerError(f"{what}: {who}")

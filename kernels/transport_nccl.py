@@ -1,0 +1,116 @@
+"""Transport of rows and gradients over NCCL: payload staged through pinned host memory to a CUDA all-to-all.
+
+Headers and ids stay on Gloo or shared memory, where the host prepares them a step ahead (DESIGN section 5), so the
+sizes are always known here and nothing waits on the device but the copy back. Chosen by configuration only.
+NCCL does not notice a dead peer: an exchange that passes its deadline aborts the communicator, which releases this
+rank; the other ranks have deadlines of their own.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from shoal.kernels.errors import ExchangeTimeoutError, PeerError
+from shoal.kernels.transport import ByteBuffer, check_self_size, padded
+
+
+class NcclTransport:
+    """See ``Transport``. One CUDA device per rank; ``group`` is a NCCL group of its own."""
+
+    def __init__(self, group: Any, rank: int, world_size: int, device: torch.device) -> None:
+        self.rank, self.world_size = rank, world_size
+        self.local_ranks: frozenset[int] = frozenset({rank})
+        self._group, self._device = group, device
+        self._stream = torch.cuda.Stream(device)
+        self._send = (ByteBuffer(is_pinned=True), ByteBuffer(is_pinned=True))
+        self._recv = (ByteBuffer(is_pinned=True), ByteBuffer(is_pinned=True))
+        self._parity = 0
+        self._sizes = self._wire = self._offsets = np.zeros(world_size, np.int64)
+        self._broken: str | None = None
+
+    @classmethod
+    def form(cls, store: Any, rank: int, world_size: int, *, timeout_s: float) -> NcclTransport:
+        """A NCCL group over all ranks on each process's current device."""
+        options = dist.ProcessGroupNCCL.Options()
+        options._timeout = timedelta(seconds=timeout_s)
+        group = dist.ProcessGroupNCCL(store, rank, world_size, options)
+        return cls(group, rank, world_size, torch.device("cuda", torch.cuda.current_device()))
+
+    def send_buffers(self, sizes: np.ndarray) -> np.ndarray:
+        self._check_usable("send_buffers")
+        self._parity ^= 1
+        self._sizes = np.array(sizes, np.int64)
+        self._wire = padded(self._sizes)
+        self._offsets = _offsets(self._wire, self.rank)
+        return self._offsets + self._send[self._parity].reserve(int(self._wire.sum()))
+
+    def exchange(self, recv_sizes: np.ndarray, *, timeout_s: float, operation: str = "exchange") -> np.ndarray:
+        self._check_usable(operation)
+        check_self_size(self._sizes, recv_sizes, self.rank, operation)
+        wire = padded(np.asarray(recv_sizes, np.int64))
+        offsets = _offsets(wire, self.rank)
+        wire[self.rank] = 0
+        sent = self._wire.copy()
+        sent[self.rank] = 0
+        base = self._recv[self._parity].reserve(int(wire.sum()))
+        try:
+            self._swap(wire.tolist(), sent.tolist(), operation, timeout_s)
+        except RuntimeError as error:
+            if isinstance(error, PeerError):
+                raise
+            self.abort(str(error))
+            raise PeerError(f"{operation} failed on rank {self.rank} of {self.world_size}: {error}") from error
+        addresses = offsets + base
+        addresses[self.rank] = self._offsets[self.rank] + self._send[self._parity].address
+        return addresses
+
+    def abort(self, reason: str = "aborted") -> None:
+        if self._broken is None:
+            self._broken = reason
+            self._group.abort()
+
+    def close(self) -> None:
+        if self._group is not None:
+            self.abort("closed")
+            self._group = None
+            self._send = self._recv = (ByteBuffer(), ByteBuffer())
+
+    def _swap(self, out_splits: Sequence[int], in_splits: Sequence[int], operation: str, timeout_s: float) -> None:
+        num_sent, num_recv = sum(in_splits), sum(out_splits)
+        host_in = self._send[self._parity].tensor[:num_sent]
+        host_out = self._recv[self._parity].tensor[:num_recv]
+        with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
+            src = host_in.to(self._device, non_blocking=True)
+            out = torch.empty(num_recv, dtype=torch.uint8, device=self._device)
+            self._group.alltoall_base(out, src, list(out_splits), list(in_splits)).wait()
+            host_out.copy_(out, non_blocking=True)
+            done = torch.cuda.Event()
+            done.record()
+        deadline = time.monotonic() + timeout_s
+        while not done.query():
+            if time.monotonic() > deadline:
+                self.abort(f"{operation} passed its deadline")
+                raise ExchangeTimeoutError(
+                    f"{operation} on rank {self.rank} of {self.world_size}: NCCL did not finish within {timeout_s:g} s"
+                )
+            time.sleep(2e-5)
+
+    def _check_usable(self, operation: str) -> None:
+        if self._broken is not None:
+            raise PeerError(f"{operation} on rank {self.rank}: the transport was aborted here: {self._broken}")
+
+
+def _offsets(wire: np.ndarray, rank: int) -> np.ndarray:
+    """Peers in rank order, oneself last: what NCCL is given is contiguous without the message to oneself."""
+    others = wire.copy()
+    others[rank] = 0
+    offsets = np.cumsum(others) - others
+    offsets[rank] = others.sum()
+    return offsets
