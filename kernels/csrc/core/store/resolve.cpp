@@ -1,0 +1,180 @@
+// Ids to slots: batched finds, reservations, deletion.
+#include <stdexcept>
+
+#include "core/store/rowstore.h"
+
+namespace shoal {
+
+namespace {
+constexpr int kGroup = 64;  // Finds in flight: enough to hide a memory access behind the others' work.
+
+struct Find {
+  const IdMap* map;
+  const Bucket* bucket;
+  uint64_t hash;
+};
+}  // namespace
+
+// Three passes over a group, each prefetching for the next: bucket, then the record that a tag points to, then the
+// comparison of ids. What the first tag does not settle (a tag shared by chance, an overflowed bucket) is looked up
+// again from the start, now in cache.
+int64_t RowStore::find_all(uint32_t table, const int64_t* ids, int64_t n, uint32_t* slots,
+                           std::vector<int64_t>* missing) {
+  const Arena& arena = arena_of(table);
+  const auto* blocks = states_[table].blocks.data();
+  const uint32_t log2_blocks = tables_[table].log2_blocks;
+  Find group[kGroup];
+  for (int64_t start = 0; start < n; start += kGroup) {
+    const int count = static_cast<int>(n - start < kGroup ? n - start : kGroup);
+    for (int i = 0; i < count; ++i) {
+      const uint64_t hash = fmix64(static_cast<uint64_t>(ids[start + i]));
+      const IdMap* map = blocks[block_of_hash(hash, log2_blocks)].get();
+      if (map == nullptr) return start + i;
+      const Bucket* bucket = map->bucket(hash);
+      __builtin_prefetch(bucket, 0, 3);
+      group[i] = {map, bucket, hash};
+    }
+    for (int i = 0; i < count; ++i) {
+      const Bucket& bucket = *group[i].bucket;
+      const uint32_t mask = bucket.match(tag_of_hash(group[i].hash));
+      uint32_t slot = kNoSlot;
+      if (mask != 0) {
+        slot = bucket.slots[__builtin_ctz(mask)];
+        arena.prefetch_header(slot);
+      }
+      if (bucket.passed != 0 && mask == 0) __builtin_prefetch(group[i].bucket + 1, 0, 3);
+      slots[start + i] = slot;
+    }
+    for (int i = 0; i < count; ++i) {
+      const int64_t id = ids[start + i];
+      uint32_t slot = slots[start + i];
+      const bool found = slot != kNoSlot && header(arena.record(slot))->id == id;
+      if (!found) {
+        if (slot != kNoSlot || group[i].bucket->passed != 0) slot = group[i].map->find(id, group[i].hash);
+        slots[start + i] = slot;
+        if (slot == kNoSlot && missing != nullptr) missing->push_back(start + i);
+      }
+    }
+  }
+  return -1;
+}
+
+int64_t RowStore::resolve(uint32_t table, const int64_t* ids, int64_t n, uint32_t* slots, bool reserve) {
+  if (!reserve) return find_all(table, ids, n, slots, nullptr);
+  std::vector<int64_t> missing;
+  const int64_t bad = find_all(table, ids, n, slots, &missing);
+  if (bad < 0 && !missing.empty()) reserve_rows(table, ids, missing, slots);
+  return bad;
+}
+
+// The record is complete before its entry appears in the id map, where readers of cuts may meet it.
+void RowStore::reserve_rows(uint32_t table, const int64_t* ids, const std::vector<int64_t>& missing, uint32_t* slots) {
+  Arena& arena = arena_of(table);
+  std::vector<uint32_t> fresh(missing.size());
+  arena.allocate(fresh.size(), fresh.data());
+  constexpr size_t kAhead = 8;
+  size_t used = 0;
+  for (size_t i = 0; i < missing.size(); ++i) {
+    if (i + kAhead < missing.size()) {
+      const uint64_t later = fmix64(static_cast<uint64_t>(ids[missing[i + kAhead]]));
+      __builtin_prefetch(block(table, later)->bucket(later), 1, 3);
+      arena.prefetch(fresh[i + kAhead]);
+    }
+    const int64_t at = missing[i], id = ids[at];
+    const uint64_t hash = fmix64(static_cast<uint64_t>(id));
+    IdMap* map = block(table, hash);
+    slots[at] = map->find(id, hash);  // An earlier position of this call may have made it.
+    if (slots[at] != kNoSlot) continue;
+    const uint32_t slot = fresh[used++];
+    materialise(tables_[table], arena.layout, id, arena.record(slot));
+    map->insert(hash, slot);
+    slots[at] = slot;
+  }
+  arena.free(fresh.data() + used, fresh.size() - used);
+  const std::lock_guard<std::mutex> lock(reservations_mutex_);
+  for (size_t i = 0; i < used; ++i) reservations_.push_back({table, fresh[i]});
+}
+
+void RowStore::discard_reservations() {
+  const std::lock_guard<std::mutex> lock(reservations_mutex_);
+  for (const Reservation& reservation : reservations_) {
+    Arena& arena = arena_of(reservation.table);
+    RowHeader* head = header(arena.record(reservation.slot));
+    if ((head->state & kReserved) == 0) continue;
+    const uint64_t hash = fmix64(static_cast<uint64_t>(head->id));
+    IdMap* map = block(reservation.table, hash);
+    if (map == nullptr || map->find(head->id, hash) != reservation.slot) continue;
+    map->erase(head->id, hash);
+    head->state = 0;
+    arena.free(&reservation.slot, 1);
+  }
+  reservations_.clear();
+  reservations_checked_ = 0;
+}
+
+// Drop list entries whose row exists by now; called once the list has doubled, so it costs a constant per reservation.
+void RowStore::forget_reservations() {
+  const std::lock_guard<std::mutex> lock(reservations_mutex_);
+  constexpr size_t kWorthwhile = 4096;
+  if (reservations_.size() < 2 * reservations_checked_ + kWorthwhile) return;
+  size_t kept = 0;
+  for (const Reservation& reservation : reservations_) {
+    if ((header(arena_of(reservation.table).record(reservation.slot))->state & kReserved) == 0) continue;
+    reservations_[kept++] = reservation;
+  }
+  reservations_.resize(kept);
+  reservations_checked_ = kept;
+}
+
+int64_t RowStore::lookup(uint32_t table, const int64_t* ids, int64_t n, float* out) {
+  std::vector<uint32_t> slots(static_cast<size_t>(n));
+  const int64_t bad = find_all(table, ids, n, slots.data(), nullptr);
+  if (bad >= 0) return bad;
+  const TableDesc& desc = tables_[table];
+  const Arena& arena = arena_of(table);
+  constexpr int64_t kAhead = 8;
+  for (int64_t i = 0; i < n; ++i) {
+    if (i + kAhead < n && slots[i + kAhead] != kNoSlot) arena.prefetch(slots[i + kAhead]);
+    float* row = out + i * desc.dim;
+    if (slots[i] == kNoSlot) {
+      initial_row(desc, ids[i], row);
+    } else {
+      decode_row(desc.type, arena.weights(slots[i]), desc.dim, row);
+    }
+  }
+  return -1;
+}
+
+int64_t RowStore::erase(uint32_t table, const int64_t* ids, int64_t n) {
+  int64_t erased = 0;
+  for (int64_t i = 0; i < n; ++i) {
+    const uint64_t hash = fmix64(static_cast<uint64_t>(ids[i]));
+    IdMap* map = block(table, hash);
+    const uint32_t slot = map == nullptr ? kNoSlot : map->find(ids[i], hash);
+    if (slot == kNoSlot) continue;
+    if ((header(arena_of(table).record(slot))->state & kExists) == 0) continue;
+    erase_row(table, map, ids[i], hash, slot);
+    ++erased;
+  }
+  return erased;
+}
+
+// Saved first (C2); readers of a cut find the row through the layer's list of deleted slots once the map forgets it.
+void RowStore::erase_row(uint32_t table, IdMap* map, int64_t id, uint64_t hash, uint32_t slot) {
+  Arena& arena = arena_of(table);
+  std::byte* record = arena.record(slot);
+  RowHeader* head = header(record);
+  const bool exists = (head->state & kExists) != 0;
+  if (head->stamp < guard_) save(table, slot, record, 0);
+  if (exists && !layers_.empty()) layers_.back()->note_deleted(table, slot);
+  map->erase(id, hash);
+  if (exists) map->num_rows.fetch_sub(1, std::memory_order_relaxed);
+  head->state = 0;
+  if (logs_.empty()) {
+    arena.free(&slot, 1);
+  } else {
+    logs_.back()->deleted[tables_[table].arena].push_back(slot);
+  }
+}
+
+}  // namespace shoal
