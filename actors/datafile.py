@@ -83,10 +83,10 @@ class FileEntry:
 
 def part_path(table: str, rank: int, number: int) -> str:
     """Path of a table's part file within the checkpoint's folder (whose name carries epoch and attempt, F7)."""
-    return f"tables/{_folder_name(table)}/part-{rank:05d}-{number:05d}.arrow"
+    return f"tables/{folder_name(table)}/part-{rank:05d}-{number:05d}.arrow"
 
 
-def _folder_name(table: str) -> str:
+def folder_name(table: str) -> str:
     """``table`` as one safe path segment: what a URL would escape is escaped, also a leading dot."""
     quoted = urllib.parse.quote(table, safe="")
     return f"%2E{quoted[1:]}" if quoted.startswith(".") else quoted

@@ -269,7 +269,7 @@ def shown(uri: str) -> str:
     if "://" not in uri:
         return uri
     parts = urllib.parse.urlsplit(uri)
-    return urllib.parse.urlunsplit((parts.scheme, parts.netloc.rpartition("@")[2], parts.path, "", ""))
+    return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"
 
 
 def _join(root: str, path: str) -> str:
@@ -293,7 +293,9 @@ def _open_filesystem(uri: str) -> tuple[fs.FileSystem, str]:
 
 def _open_s3(uri: str) -> tuple[fs.FileSystem, str]:
     parts = urllib.parse.urlsplit(uri)
-    options = dict(urllib.parse.parse_qsl(parts.query))
+    # Not parse_qsl: it would turn the '+' that secret keys may contain into a space.
+    pairs = (item.partition("=") for item in parts.query.split("&") if item)
+    options = {key: urllib.parse.unquote(value) for key, _, value in pairs}
     unknown = set(options) - {"endpoint_override", "region", "scheme", "access_key", "secret_key", "session_token"}
     if unknown:
         raise ValueError(f"unknown S3 option {sorted(unknown)[0]!r} in the URI's query")
@@ -324,10 +326,11 @@ def _permanent_error(operation: str, where: str, error: OSError) -> StorageError
     text = str(error)
     if isinstance(error, FileNotFoundError) or error.errno == errno.ENOENT or _MISSING_TEXT.search(text):
         return StorageMissingError(f"cannot {operation} {where}: it does not exist")
-    if error.errno in _FULL_ERRNOS or _FULL_TEXT.search(text):
+    is_refused = error.errno in _FULL_ERRNOS or _FULL_TEXT.search(text) is not None
+    if is_refused and operation == "write":
         return StorageFullError(
             f"cannot {operation} {where}: {_reason(error)}; free space or fix the permissions, then try again"
         )
-    if error.errno in _PERMANENT_ERRNOS or _PERMANENT_TEXT.search(text):
+    if is_refused or error.errno in _PERMANENT_ERRNOS or _PERMANENT_TEXT.search(text):
         return StorageError(f"cannot {operation} {where}: {_reason(error)}")
     return None
