@@ -1,8 +1,8 @@
 """Seeded synthetic data: Criteo-shaped click logs as Parquet, and the named workloads of the benchmarks.
 
-``synth`` writes ``<out>/train/part-00000.parquet`` ..., ``<out>/test/...`` (the last rows in time) and a ``meta.json``
-with everything needed to use and judge the data. Memory is bounded by one chunk, whatever the number of rows. Needs
-numpy and pyarrow, not torch.
+``synth`` writes ``train/part-00000.parquet`` and so on, ``valid`` and ``test`` (the last rows in time) into a folder, and
+a ``meta.json`` with everything needed to use and judge the data. Memory is bounded by one chunk, whatever the number of
+rows. Needs numpy and pyarrow, not torch.
 """
 
 from __future__ import annotations
@@ -51,6 +51,7 @@ class SynthReport:
 
     out: str
     rows: int
+    valid_rows: int
     test_rows: int
     num_files: int
     file_bytes: int
@@ -80,6 +81,7 @@ def synth(
     signal: float = 1.5,
     interaction: float = 0.2,
     multi_hot: Mapping[str, int] | None = None,
+    valid_fraction: float = 0.05,
     test_fraction: float = 0.1,
     rows_per_file: int = 1_048_576,
     compression: str = "zstd",
@@ -90,7 +92,7 @@ def synth(
         out: a new or empty folder.
         rows: rows to write, test rows included.
         alpha, drift, cardinality_max, signal, interaction, multi_hot: see ``ClickLogSpec``.
-        test_fraction: part of the rows, the last ones, that go to ``test``; in [0, 1).
+        valid_fraction, test_fraction: parts of the rows that go to ``valid`` and, the last ones, to ``test``; >= 0.
         rows_per_file: rounded up to whole chunks of 65,536 rows, each one row group.
         compression: of the Parquet files.
 
@@ -107,42 +109,55 @@ def synth(
         interaction=interaction,
         multi_hot=dict(multi_hot or {}),
     )
-    return write(ClickLog(spec), out, test_fraction=test_fraction, rows_per_file=rows_per_file, compression=compression)
+    return write(
+        ClickLog(spec),
+        out,
+        valid_fraction=valid_fraction,
+        test_fraction=test_fraction,
+        rows_per_file=rows_per_file,
+        compression=compression,
+    )
 
 
 def write(
     log: ClickLog,
     out: str | Path,
     *,
+    valid_fraction: float = 0.05,
     test_fraction: float = 0.1,
     rows_per_file: int = 1_048_576,
     compression: str = "zstd",
 ) -> SynthReport:
     """Write any click log; see ``synth``."""
     spec, folder = log.spec, Path(out)
-    if not 0 <= test_fraction < 1:
-        raise ConfigError(f"synth: test_fraction is {test_fraction}; it must be in [0, 1)")
+    if min(valid_fraction, test_fraction) < 0 or valid_fraction + test_fraction >= 1:
+        fractions = f"valid_fraction is {valid_fraction} and test_fraction {test_fraction}"
+        raise ConfigError(f"synth: {fractions}; they must be >= 0 and leave rows to train on")
     if folder.exists() and any(folder.iterdir()):
         raise ConfigError(f"synth: {folder} is not empty; name a new folder")
-    num_train = spec.rows - int(spec.rows * test_fraction)
+    test_rows, valid_rows = int(spec.rows * test_fraction), int(spec.rows * valid_fraction)
+    ends = {"train": spec.rows - test_rows - valid_rows, "valid": spec.rows - test_rows, "test": spec.rows}
     chunks_per_file = max(1, -(-rows_per_file // CHUNK_ROWS))
-    files = {split: _PartFiles(folder / split, chunks_per_file, compression) for split in ("train", "test")}
+    files = {split: _PartFiles(folder / split, chunks_per_file, compression) for split in ends}
     truth, duplication = BinaryMetrics(), _Duplication()
     for index in range(spec.num_chunks):
         chunk = log.chunk(index)
         # A label equal to its probability counts as that part of a positive: this is the expectation over labels.
         truth.update(chunk.probability, chunk.probability)
         duplication.add(chunk.table, spec.sparse_names)
-        in_train = min(max(0, num_train - index * CHUNK_ROWS), chunk.table.num_rows)
-        files["train"].write(chunk.table.slice(0, in_train))
-        files["test"].write(chunk.table.slice(in_train))
+        first = 0
+        for split, end in ends.items():
+            stop = min(max(first, end - index * CHUNK_ROWS), chunk.table.num_rows)
+            files[split].write(chunk.table.slice(first, stop - first))
+            first = stop
     for parts in files.values():
         parts.close()
     best = truth.compute()
     report = SynthReport(
         out=str(folder),
         rows=spec.rows,
-        test_rows=spec.rows - num_train,
+        valid_rows=valid_rows,
+        test_rows=test_rows,
         num_files=sum(parts.num_files for parts in files.values()),
         file_bytes=sum(parts.file_bytes for parts in files.values()),
         seed=spec.seed,

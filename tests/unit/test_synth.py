@@ -45,7 +45,7 @@ def test_same_spec_same_rows_and_other_seed_other_rows(tmp_path):
 
 def test_known_auc_is_the_auc_of_the_true_probabilities(tmp_path):
     log = small_log(rows=60_000, drift=0.0)
-    report = synth.write(log, tmp_path / "log", test_fraction=0.0)
+    report = synth.write(log, tmp_path / "log", valid_fraction=0.0, test_fraction=0.0)
     label = pq.read_table(tmp_path / "log" / "train").column("label").to_numpy()
     drawn = auc_reference(log.chunk(0).probability, label)
     assert abs(drawn - report.bayes_auc) < 0.006  # Three standard errors at 60,000 rows.
@@ -104,13 +104,14 @@ def test_effects_have_mean_zero_and_variance_one():
 def test_files_hold_all_rows_in_order_and_the_last_ones_are_the_test(tmp_path):
     rows = 3 * CHUNK_ROWS + 1000
     log = small_log(rows=rows)
-    report = synth.write(log, tmp_path / "log", test_fraction=0.3, rows_per_file=CHUNK_ROWS)
-    files = {split: sorted((tmp_path / "log" / split).iterdir()) for split in ("train", "test")}
-    assert report.num_files == len(files["train"]) + len(files["test"]) == 5
+    report = synth.write(log, tmp_path / "log", valid_fraction=0.1, test_fraction=0.3, rows_per_file=CHUNK_ROWS)
+    files = {split: sorted((tmp_path / "log" / split).iterdir()) for split in ("train", "valid", "test")}
+    assert report.num_files == sum(map(len, files.values())) == 6
     assert report.file_bytes == sum(f.stat().st_size for group in files.values() for f in group)
     together = pa.concat_tables([pq.read_table(f) for group in files.values() for f in group])
     assert together.num_rows == rows
     assert together.equals(pa.concat_tables([log.chunk(i).table for i in range(log.spec.num_chunks)]))
+    assert report.valid_rows == pq.read_table(tmp_path / "log" / "valid").num_rows == int(rows * 0.1)
     assert report.test_rows == pq.read_table(tmp_path / "log" / "test").num_rows == int(rows * 0.3)
     meta = json.loads((tmp_path / "log" / "meta.json").read_text())
     assert meta["report"]["bayes_auc"] == report.bayes_auc
@@ -133,6 +134,11 @@ def test_lists_may_be_empty_and_have_the_asked_mean_length():
     table = small_log(rows=20_000, multi_hot={"c3": 4}).chunk(0).table
     lengths = np.array([len(bag) for bag in table.column("c3").to_pylist()])
     assert lengths.min() == 0 and lengths.max() == 8 and abs(lengths.mean() - 4) < 0.1
+
+
+def test_fractions_must_leave_training_rows(tmp_path):
+    with pytest.raises(ConfigError, match="fraction"):
+        synth.synth(tmp_path / "x", rows=10, valid_fraction=0.5, test_fraction=0.5)
 
 
 @pytest.mark.parametrize(
