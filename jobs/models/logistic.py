@@ -42,9 +42,7 @@ class LogisticRegression(nn.Module):
         return self.bias + dense_features @ self.weight + ids_part
 
 
-def build(
-    *, tables: Mapping[str, Any], num_dense: int, device: torch.device | str | None = None
-) -> ClickTask:
+def build(*, tables: Mapping[str, Any], num_dense: int, device: torch.device | str | None = None) -> ClickTask:
     """The model of ``model: {factory: shoal.jobs.models.logistic:build, args: {...}}``.
 
     Args:
