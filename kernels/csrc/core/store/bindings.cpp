@@ -151,10 +151,10 @@ void bind_store(nb::module_& m) {
       .def(
           "import_rows",
           [](RowStore& self, uint32_t table, uint32_t block, int64_t n, uint64_t ids, uint64_t weights, uint64_t slots,
-             uint64_t last_step, uint64_t count) {
-            self.import_rows(table, block, columns(ids, weights, slots, last_step, count), n);
+             uint64_t last_step, uint64_t count, bool replace) {
+            self.import_rows(table, block, columns(ids, weights, slots, last_step, count), n, replace);
           },
-          no_gil, "table"_a, "block"_a, "n"_a, "ids"_a, "weights"_a, "slots"_a, "last_step"_a, "count"_a)
+          no_gil, "table"_a, "block"_a, "n"_a, "ids"_a, "weights"_a, "slots"_a, "last_step"_a, "count"_a, "replace"_a)
       .def("version_bytes", &RowStore::version_bytes)
       .def("arena_bytes", &RowStore::arena_bytes)
       .def("id_map_bytes", &RowStore::id_map_bytes);

@@ -32,13 +32,14 @@ void write_record(const RecordLayout& layout, const RowColumns& rows, int64_t i,
 
 }  // namespace
 
-void RowStore::import_rows(uint32_t table, uint32_t block_index, const RowColumns& rows, int64_t n) {
+void RowStore::import_rows(uint32_t table, uint32_t block_index, const RowColumns& rows, int64_t n, bool replace) {
   require_boundary("importing rows");
   const TableDesc& desc = tables_.at(table);
   if (!owns(table, block_index)) {
     throw std::invalid_argument("table '" + desc.name + "': block " + std::to_string(block_index) + " is not owned");
   }
   check_ids(desc, block_index, rows.ids, n);
+  if (replace) clear_block(table, block_index);
   IdMap* map = states_[table].blocks[block_index].get();
   Arena& arena = arena_of(table);
   map->reserve(map->size() + static_cast<uint64_t>(n));

@@ -82,9 +82,9 @@ class RowStore {
   std::vector<std::shared_ptr<IdMap>> blocks_of(uint32_t table) const { return states_[table].blocks; }
 
   // --- import -------------------------------------------------------------------------------------------------------
-  // Add rows, replacing rows of the same id. All ids must be of `block`, which must be owned; throws
-  // std::invalid_argument otherwise, before anything changes.
-  void import_rows(uint32_t table, uint32_t block, const RowColumns& rows, int64_t n);
+  // Add rows, replacing rows of the same id, or with `replace` all rows of the block. All ids must be of `block`, which
+  // must be owned; throws std::invalid_argument otherwise, before anything changes.
+  void import_rows(uint32_t table, uint32_t block, const RowColumns& rows, int64_t n, bool replace);
   // Delete all rows of a block.
   void clear_block(uint32_t table, uint32_t block);
 

@@ -1,0 +1,105 @@
+"""Rows taken out of a store: one block's rows as columns, and a frozen view of the whole store (PROTOCOLS C1)."""
+
+from __future__ import annotations
+
+import dataclasses
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+import torch
+
+from shoal.kernels import _core
+from shoal.kernels.spec import DataType, TableSpec
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+TORCH_DTYPES = {DataType.FP32: torch.float32, DataType.FP16: torch.float16, DataType.BF16: torch.bfloat16}
+
+
+@dataclasses.dataclass(frozen=True)
+class BlockRows:
+    """All state of n rows of one (table, row block), sorted by id as uint64; CPU tensors, contiguous.
+
+    Complete: what these columns hold is what a row is, so an imported row trains on as if it had never moved.
+    """
+
+    #: int64[n]; the bit patterns of the ids.
+    ids: torch.Tensor
+    #: [n, D] in the table's row type.
+    weights: torch.Tensor
+    #: float32[n, S]: the optimizer state, in the order of ``OptimizerSpec.slots``.
+    slots: torch.Tensor
+    #: int64[n]: step of the last update.
+    last_step: torch.Tensor
+    #: int64[n]: number of steps that updated the row.
+    count: torch.Tensor
+
+    def __len__(self) -> int:
+        return self.ids.numel()
+
+    @property
+    def nbytes(self) -> int:
+        return sum(t.numel() * t.element_size() for t in dataclasses.astuple(self))
+
+    @staticmethod
+    def empty(table: TableSpec, num_rows: int = 0) -> BlockRows:
+        """Uninitialised columns for ``num_rows`` rows of ``table``."""
+        slot_width = table.optimizer.slot_width(table.embedding_dim)
+        return BlockRows(
+            ids=torch.empty(num_rows, dtype=torch.int64),
+            weights=torch.empty(num_rows, table.embedding_dim, dtype=TORCH_DTYPES[table.data_type]),
+            slots=torch.empty(num_rows, slot_width, dtype=torch.float32),
+            last_step=torch.empty(num_rows, dtype=torch.int64),
+            count=torch.empty(num_rows, dtype=torch.int64),
+        )
+
+    def addresses(self) -> tuple[int, int, int, int, int]:
+        """Raw addresses of the columns, in the order the native code takes them."""
+        return (
+            self.ids.data_ptr(),
+            self.weights.data_ptr(),
+            self.slots.data_ptr(),
+            self.last_step.data_ptr(),
+            self.count.data_ptr(),
+        )
+
+
+def export_rows(store: _core.RowStore, cut: _core.Cut | None, spec: TableSpec, table: int, block: int) -> BlockRows:
+    """Rows of one block from a cut, or from the live store where ``cut`` is None. O(rows), near memory speed."""
+    export = _core.BlockExport(store, cut, table, block)
+    rows = BlockRows.empty(spec, export.num_rows)
+    export.fill(*rows.addresses())
+    return rows
+
+
+class Cut:
+    """A frozen view of a store, made by ``RowStore.cut()`` at a step boundary.
+
+    Any thread may export from it while the training thread goes on. Until it is released the store keeps the old value
+    of every row that changes (``RowStore.version_bytes``). A context manager; releasing twice is harmless.
+    """
+
+    def __init__(self, store: _core.RowStore, tables: Sequence[TableSpec]) -> None:
+        self._store = store
+        self._tables = tables
+        self._cut = _core.Cut(store)
+
+    def export_block(self, table: int, block: int) -> BlockRows:
+        """The block's rows as they were at the cut.
+
+        Raises ValueError where the store did not own the block at the cut, RuntimeError after ``release``.
+        """
+        return export_rows(self._store, self._cut, self._tables[table], table, block)
+
+    def release(self) -> None:
+        """Let go of the saved versions; waits for an export of this cut in another thread."""
+        self._cut.release()
+
+    def __enter__(self) -> Cut:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.release()
