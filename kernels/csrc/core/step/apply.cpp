@@ -1,0 +1,172 @@
+#include "core/step/apply.h"
+
+#include <algorithm>
+#include <cstring>
+
+#include "core/step/simd.h"
+
+namespace shoal::step {
+namespace {
+
+constexpr int64_t kAhead = 8;  // rows prefetched ahead
+constexpr int64_t kRowsPerTask = 1024;
+
+// The widths for which the update is compiled with a constant width.
+template <class Updater_>
+inline void update_row(Updater_& updater, int dim, uint32_t slot, const float* gradient) {
+  switch (dim) {
+    case 16: return updater.template update<16>(slot, gradient);
+    case 32: return updater.template update<32>(slot, gradient);
+    case 64: return updater.template update<64>(slot, gradient);
+    case 128: return updater.template update<128>(slot, gradient);
+    default: return updater.update(slot, gradient);
+  }
+}
+
+void add_to(float* sum, const float* x, int dim) {
+  for_each_chunk(
+      dim,
+      [&](auto chunk, int column) {
+        constexpr int kVectors = decltype(chunk)::kCount;
+        if constexpr (kVectors == 0)
+          store4(sum + column, load4(sum + column) + load4(x + column));
+        else
+          for (int v = 0; v < kVectors; ++v)
+            store8(sum + column + 8 * v, load8(sum + column + 8 * v) + load8(x + column + 8 * v));
+      },
+      [&](int column) { sum[column] = sum[column] + x[column]; });
+}
+
+// Rows of a merge: the contributions of each distinct slot, in order.
+struct Merge {
+  Buffer<uint32_t> heads;         // open-addressed: row + 1, or 0
+  Buffer<uint32_t> row_of;        // [contributions]
+  std::vector<uint32_t> slots;    // [rows]
+  std::vector<uint32_t> ends;     // [rows] end of each row's contributions
+  Buffer<uint32_t> contributions;  // sorted by row, stable
+};
+
+}  // namespace
+
+Updater::Updater(StepPlan* plan, const std::vector<Lookup*>& lookups, const int64_t* sources)
+    : plan_(plan), sources_(plan->num_tables()) {
+  const int W = plan->world_size;
+  for (size_t l = 0; l < lookups.size(); ++l) {
+    const Lookup& lookup = *lookups[l];
+    if (!lookup.has_grads_) throw std::invalid_argument("apply needs segment_sum of every lookup first");
+    for (int p = 0; p < W; ++p) {
+      const float* sums = p == plan->rank ? nullptr : reinterpret_cast<const float*>(sources[l * W + p]);
+      const uint32_t* order = p == plan->rank ? lookup.order_.data() + lookup.order_start_[p] : nullptr;
+      for (int64_t r = lookup.incoming_.peer_start[p]; r < lookup.incoming_.peer_start[p + 1]; ++r) {
+        const Run& run = lookup.incoming_.runs[r];
+        sources_[run.table].push_back({&lookup, lookup.incoming_slots_.data() + run.start, run.count, order, sums});
+        if (p == plan->rank)
+          order += run.count;
+        else
+          sums += run.count * plan->tables[run.table].dim;
+      }
+    }
+  }
+}
+
+void Updater::apply(uint32_t step, const float* lrs) {
+  plan_->store->begin_step(step);
+  for (int t = 0; t < plan_->num_tables(); ++t) {
+    if (sources_[t].empty()) continue;
+    const StepScalars scalars = make_scalars(plan_->store->table(t), step, lrs[t]);
+    if (sources_[t].size() == 1)
+      update_single(t, sources_[t][0], scalars);
+    else
+      update_merged(t, sources_[t], scalars);
+  }
+}
+
+void Updater::update_single(int t, const GradSource& source, const StepScalars& scalars) {
+  const int dim = plan_->tables[t].dim;
+  plan_->threads->run((source.count + kRowsPerTask - 1) / kRowsPerTask, [&](int64_t task, int thread) {
+    const int64_t begin = task * kRowsPerTask, end = std::min(source.count, begin + kRowsPerTask);
+    alignas(32) float space[kDimMax];
+    with_updater(*plan_->store, t, scalars, thread, [&](auto&& updater) {
+      for (int64_t i = begin; i < end; ++i) {
+        if (i + kAhead < source.count) {
+          updater.prefetch(source.slots[i + kAhead]);
+          if (source.order) source.lookup->prefetch_row_grad(t, source.order[i + kAhead]);
+        }
+        const float* gradient =
+            source.order ? source.lookup->sum_row(t, source.order[i], space) : source.sums + i * dim;
+        update_row(updater, dim, source.slots[i], gradient);
+      }
+    });
+  });
+}
+
+void Updater::update_merged(int t, const std::vector<GradSource>& sources, const StepScalars& scalars) {
+  const int dim = plan_->tables[t].dim;
+  int64_t total = 0;
+  std::vector<int64_t> first(sources.size() + 1);
+  for (size_t s = 0; s < sources.size(); ++s) {
+    first[s] = total;
+    total += sources[s].count;
+  }
+  first[sources.size()] = total;
+
+  static thread_local Merge merge;
+  uint64_t capacity = 16;
+  while (capacity < 2 * static_cast<uint64_t>(total)) capacity <<= 1;
+  std::memset(merge.heads.grow(capacity), 0, capacity * sizeof(uint32_t));
+  merge.row_of.grow(total);
+  merge.contributions.grow(total);
+  merge.slots.clear();
+  merge.ends.clear();
+  // Number the distinct slots in order of first contribution and count each one's contributions.
+  for (size_t s = 0; s < sources.size(); ++s) {
+    for (int64_t i = 0; i < sources[s].count; ++i) {
+      const uint32_t slot = sources[s].slots[i];
+      uint64_t place = fmix64(slot) & (capacity - 1);
+      while (merge.heads[place] && merge.slots[merge.heads[place] - 1] != slot) place = (place + 1) & (capacity - 1);
+      if (!merge.heads[place]) {
+        merge.slots.push_back(slot);
+        merge.ends.push_back(0);
+        merge.heads[place] = static_cast<uint32_t>(merge.slots.size());
+      }
+      const uint32_t row = merge.heads[place] - 1;
+      ++merge.ends[row];
+      merge.row_of[first[s] + i] = row;
+    }
+  }
+  uint32_t position = 0;
+  for (uint32_t& end : merge.ends) {
+    const uint32_t count = end;
+    end = position;
+    position += count;
+  }
+  for (int64_t c = 0; c < total; ++c) merge.contributions[merge.ends[merge.row_of[c]]++] = static_cast<uint32_t>(c);
+
+  const Merge& rows = merge;  // the tasks run on other threads, whose thread_local differs
+  const int64_t num_rows = static_cast<int64_t>(rows.slots.size());
+  auto gradient_of = [&](uint32_t contribution, float* space) {
+    const size_t s = std::upper_bound(first.begin(), first.end(), int64_t{contribution}) - first.begin() - 1;
+    const int64_t i = contribution - first[s];
+    const GradSource& source = sources[s];
+    return source.order ? source.lookup->sum_row(t, source.order[i], space) : source.sums + i * dim;
+  };
+  plan_->threads->run((num_rows + kRowsPerTask - 1) / kRowsPerTask, [&](int64_t task, int thread) {
+    const int64_t begin = task * kRowsPerTask, end = std::min(num_rows, begin + kRowsPerTask);
+    alignas(32) float sum[kDimMax], space[kDimMax];
+    with_updater(*plan_->store, t, scalars, thread, [&](auto&& updater) {
+      for (int64_t row = begin; row < end; ++row) {
+        if (row + kAhead < num_rows) updater.prefetch(rows.slots[row + kAhead]);
+        const uint32_t c0 = row ? rows.ends[row - 1] : 0, c1 = rows.ends[row];
+        const float* gradient = gradient_of(rows.contributions[c0], sum);
+        if (c1 - c0 > 1) {
+          if (gradient != sum) std::memcpy(sum, gradient, dim * sizeof(float));
+          for (uint32_t c = c0 + 1; c < c1; ++c) add_to(sum, gradient_of(rows.contributions[c], space), dim);
+          gradient = sum;
+        }
+        update_row(updater, dim, rows.slots[row], gradient);
+      }
+    });
+  });
+}
+
+}  // namespace shoal::step

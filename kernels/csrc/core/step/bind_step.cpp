@@ -1,0 +1,233 @@
+// Python bindings of StepPlan and Lookup. Addresses are plain integers or int64 arrays; the GIL is released.
+#include <nanobind/nanobind.h>
+#include <nanobind/ndarray.h>
+#include <nanobind/stl/vector.h>
+
+#include <algorithm>
+#include <limits>
+
+#include "core/step/apply.h"
+#include "core/step/lookup.h"
+
+namespace nb = nanobind;
+using namespace nb::literals;
+
+namespace shoal {
+namespace {
+
+using namespace step;
+using Int64s = nb::ndarray<const int64_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using Int32s = nb::ndarray<const int32_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using Floats = nb::ndarray<const float, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+
+nb::object to_numpy(const std::vector<int64_t>& values) {
+  auto* data = new int64_t[std::max<size_t>(1, values.size())];
+  std::copy(values.begin(), values.end(), data);
+  nb::capsule owner(data, [](void* p) noexcept { delete[] static_cast<int64_t*>(p); });
+  return nb::cast(nb::ndarray<nb::numpy, int64_t, nb::ndim<1>>(data, {values.size()}, owner));
+}
+
+const int64_t* per_rank(const StepPlan& plan, const Int64s& array) {
+  if (static_cast<int64_t>(array.shape(0)) != plan.world_size) throw std::invalid_argument("expected one entry per rank");
+  return array.data();
+}
+
+template <class T>
+std::vector<T*> pointers(const StepPlan& plan, const std::vector<uintptr_t>& addresses) {
+  if (static_cast<int>(addresses.size()) != plan.num_outputs())
+    throw std::invalid_argument("expected " + std::to_string(plan.num_outputs()) + " tensors, one per output");
+  std::vector<T*> result;
+  for (uintptr_t address : addresses) result.push_back(reinterpret_cast<T*>(address));
+  return result;
+}
+
+// The lookup and what Python must be able to ask of its plan.
+struct PyLookup {
+  StepPlan* plan;
+  Lookup lookup;
+  explicit PyLookup(StepPlan* p) : plan(p), lookup(p) {}
+};
+
+nb::tuple route(PyLookup& self, uintptr_t values, bool values_are_wide, int64_t num_values, uintptr_t offsets,
+                bool offsets_are_wide, int64_t num_offsets, uintptr_t weights, const Int32s& key_columns,
+                int64_t batch_size, bool is_training) {
+  if (static_cast<int>(key_columns.shape(0)) != self.plan->num_features())
+    throw std::invalid_argument("key_columns needs one entry per feature of the plan");
+  if (batch_size < 0 || batch_size > std::numeric_limits<int32_t>::max() || num_offsets < 1)
+    throw std::invalid_argument("batch_size or offsets out of range");
+  BatchView batch;
+  batch.values = reinterpret_cast<const void*>(values);
+  batch.values_are_wide = values_are_wide;
+  batch.num_values = num_values;
+  batch.offsets = reinterpret_cast<const void*>(offsets);
+  batch.offsets_are_wide = offsets_are_wide;
+  // Without samples any column is empty.
+  batch.num_columns = batch_size ? (num_offsets - 1) / batch_size : std::numeric_limits<int32_t>::max();
+  batch.weights = reinterpret_cast<const float*>(weights);
+  batch.key_columns = key_columns.data();
+  batch.batch_size = batch_size;
+  RouteStatus status;
+  {
+    nb::gil_scoped_release release;
+    status = self.lookup.route(batch, is_training);
+  }
+  int64_t dropped = 0, remapped = 0;
+  for (int64_t n : self.lookup.dropped()) dropped += n;
+  for (int64_t n : self.lookup.remapped()) remapped += n;
+  return nb::make_tuple(status.status, status.bad_feature, status.bad_value, status.bad_position, dropped, remapped);
+}
+
+nb::dict counters(const PyLookup& self) {
+  const int T = self.plan->num_tables();
+  std::vector<int64_t> unique(T), served(T), ids(self.plan->world_size);
+  self.lookup.table_loads(unique.data(), served.data());
+  self.lookup.id_bytes(ids.data());
+  auto sum = [](const std::vector<int64_t>& values) {
+    int64_t total = 0;
+    for (int64_t value : values) total += value;
+    return total;
+  };
+  nb::dict result;
+  result["num_ids"] = self.lookup.num_positions();
+  result["num_unique"] = self.lookup.num_unique();
+  result["num_dropped"] = sum(self.lookup.dropped());
+  result["num_remapped"] = sum(self.lookup.remapped());
+  result["id_bytes"] = sum(ids);
+  result["row_bytes"] = sum(self.lookup.row_bytes_out());
+  result["scratch_bytes"] = self.lookup.nbytes();
+  result["table_unique"] = to_numpy(unique);
+  result["table_served"] = to_numpy(served);
+  result["feature_dropped"] = to_numpy(self.lookup.dropped());
+  result["feature_remapped"] = to_numpy(self.lookup.remapped());
+  return result;
+}
+
+void bind_plan(nb::module_& m) {
+  nb::class_<StepPlan>(m, "StepPlan")
+      .def(
+          "__init__",
+          [](StepPlan* self, RowStore* store, int rank, int world_size, int num_threads) {
+            new (self) StepPlan();
+            self->store = store;
+            self->rank = rank;
+            self->world_size = world_size;
+            self->threads = std::make_unique<Threads>(num_threads);
+          },
+          "store"_a, "rank"_a, "world_size"_a, "num_threads"_a, nb::keep_alive<1, 2>())
+      .def("add_table",
+           [](StepPlan& self, const std::vector<uint16_t>& owners) {
+             const int index = self.num_tables();
+             if (index >= static_cast<int>(self.store->num_tables())) throw std::invalid_argument("unknown table");
+             const TableDesc& desc = self.store->table(index);
+             if (owners.size() != size_t{1} << desc.log2_blocks) throw std::invalid_argument("one owner per row block");
+             Table table;
+             table.dim = static_cast<int>(desc.dim);
+             table.type = desc.type;
+             table.num_embeddings = static_cast<uint64_t>(desc.num_embeddings);
+             table.log2_blocks = desc.log2_blocks;
+             table.owners = owners;
+             table.has_one_owner = std::all_of(owners.begin(), owners.end(),
+                                               [&](uint16_t owner) { return owner == owners[0]; });
+             table.is_wide = desc.num_embeddings == 0 || desc.num_embeddings > int64_t{1} << 31;
+             table.wire_row_bytes = table.dim * static_cast<int64_t>(sizeof(float));
+             self.tables.push_back(std::move(table));
+           })
+      .def("add_output",
+           [](StepPlan& self, int64_t width) {
+             self.output_strides.push_back(width);
+             self.pooled.emplace_back();
+           })
+      .def("add_feature",
+           [](StepPlan& self, int table, int pooling, bool is_weighted, int policy, int output, int64_t column) {
+             Feature feature;
+             feature.table = table;
+             feature.pooling = static_cast<Pooling>(pooling);
+             feature.is_weighted = is_weighted;
+             feature.policy = static_cast<IdPolicy>(policy);
+             feature.output = output;
+             feature.column = column;
+             Table& owner = self.tables.at(table);
+             feature.index_in_table = static_cast<int>(owner.features.size());
+             owner.features.push_back(self.num_features());
+             owner.has_scaled_features |= feature.is_scaled();
+             owner.has_weighted_features |= feature.is_weighted;
+             if (!feature.is_sequence()) self.pooled.at(output).push_back(self.num_features());
+             self.features.push_back(feature);
+           })
+      .def("new_lookup", [](StepPlan& self) { return new PyLookup(&self); }, nb::rv_policy::take_ownership,
+           nb::keep_alive<0, 1>())
+      .def("apply", [](StepPlan& self, const std::vector<PyLookup*>& lookups, const Int64s& sources, uint32_t step,
+                       const Floats& lrs) {
+        if (sources.shape(0) != lookups.size() * self.world_size || static_cast<int>(lrs.shape(0)) != self.num_tables())
+          throw std::invalid_argument("apply: sources or learning rates have the wrong length");
+        std::vector<Lookup*> natives;
+        for (PyLookup* lookup : lookups) natives.push_back(&lookup->lookup);
+        nb::gil_scoped_release release;
+        Updater(&self, natives, sources.data()).apply(step, lrs.data());
+      });
+}
+
+void bind_lookup(nb::module_& m) {
+  nb::class_<PyLookup>(m, "Lookup")
+      .def("route", &route)
+      .def("id_bytes",
+           [](const PyLookup& self) {
+             std::vector<int64_t> bytes(self.plan->world_size);
+             self.lookup.id_bytes(bytes.data());
+             return to_numpy(bytes);
+           })
+      .def("write_ids",
+           [](const PyLookup& self, const Int64s& destinations) {
+             const int64_t* to = per_rank(*self.plan, destinations);
+             nb::gil_scoped_release release;
+             self.lookup.write_ids(to);
+           })
+      .def("resolve",
+           [](PyLookup& self, const Int64s& sources, const Int64s& bytes) {
+             const int64_t* from = per_rank(*self.plan, sources);
+             const int64_t* sizes = per_rank(*self.plan, bytes);
+             nb::gil_scoped_release release;
+             self.lookup.resolve(from, sizes);
+           })
+      .def("row_bytes_out", [](const PyLookup& self) { return to_numpy(self.lookup.row_bytes_out()); })
+      .def("row_bytes_in", [](const PyLookup& self) { return to_numpy(self.lookup.row_bytes_in()); })
+      .def("write_rows",
+           [](const PyLookup& self, const Int64s& destinations) {
+             const int64_t* to = per_rank(*self.plan, destinations);
+             nb::gil_scoped_release release;
+             self.lookup.write_rows(to);
+           })
+      .def("feature_counts", [](const PyLookup& self) { return to_numpy(self.lookup.feature_counts()); })
+      .def("pool",
+           [](PyLookup& self, const Int64s& sources, const std::vector<uintptr_t>& outputs) {
+             const int64_t* from = per_rank(*self.plan, sources);
+             const auto to = pointers<float>(*self.plan, outputs);
+             nb::gil_scoped_release release;
+             self.lookup.pool(from, to.data());
+           })
+      .def("segment_sum",
+           [](PyLookup& self, const std::vector<uintptr_t>& grads, const Int64s& destinations) {
+             const auto from = pointers<const float>(*self.plan, grads);
+             const int64_t* to = per_rank(*self.plan, destinations);
+             nb::gil_scoped_release release;
+             self.lookup.segment_sum(from.data(), to);
+           })
+      .def("weight_grad",
+           [](PyLookup& self, const std::vector<uintptr_t>& grads, uintptr_t out) {
+             const auto from = pointers<const float>(*self.plan, grads);
+             nb::gil_scoped_release release;
+             self.lookup.weight_grad(from.data(), reinterpret_cast<float*>(out));
+           })
+      .def("counters", &counters);
+}
+
+}  // namespace
+
+void bind_step(nb::module_& m) {
+  static PyObject* violation = nb::exception<ProtocolViolation>(m, "ProtocolViolation", PyExc_RuntimeError).ptr();
+  (void)violation;
+  bind_plan(m);
+  bind_lookup(m);
+}
+
+}  // namespace shoal

@@ -1,0 +1,225 @@
+// The owner's side of a lookup: ids -> slots, rows -> messages; and where the requester finds each unique row.
+#include <algorithm>
+#include <cstring>
+
+#include "core/step/lookup.h"
+#include "core/step/simd.h"
+#include "core/step/wire.h"
+
+namespace shoal::step {
+namespace {
+
+constexpr int64_t kRowsPerTask = 512;
+constexpr int64_t kAhead = 10;
+
+alignas(64) const float kZeroRow[kDimMax] = {};
+
+// Copies or decodes a row to float32.
+inline void read_row(const Table& table, const std::byte* weights, float* out) {
+  if (table.type == RowType::F32)
+    std::memcpy(out, weights, table.dim * sizeof(float));
+  else
+    decode_row(table.type, weights, static_cast<uint32_t>(table.dim), out);
+}
+
+}  // namespace
+
+void Lookup::id_bytes(int64_t* bytes) const {
+  for (int p = 0; p < plan_->world_size; ++p) {
+    const Run* runs = outgoing_.runs.data();
+    bytes[p] = p == plan_->rank ? 0
+                                : ids_section_bytes(*plan_, runs + outgoing_.peer_start[p],
+                                                    runs + outgoing_.peer_start[p + 1]);
+  }
+}
+
+void Lookup::write_ids(const int64_t* destinations) const {
+  for (int p = 0; p < plan_->world_size; ++p) {
+    const Run* begin = outgoing_.runs.data() + outgoing_.peer_start[p];
+    const Run* end = outgoing_.runs.data() + outgoing_.peer_start[p + 1];
+    if (p == plan_->rank || begin == end) continue;
+    std::byte* out = reinterpret_cast<std::byte*>(destinations[p]);
+    write_ids_header(*plan_, begin, end, out);
+    out += ids_header_bytes(*plan_, end - begin);
+    for (const Run* run = begin; run != end; ++run) {
+      const Table& table = plan_->tables[run->table];
+      const uint32_t* order = order_.data() + run->start;
+      if (table.is_wide) {
+        for (int64_t i = 0; i < run->count; ++i) std::memcpy(out + 8 * i, &unique_ids_[order[i]], 8);
+      } else {
+        for (int64_t i = 0; i < run->count; ++i) {
+          const int32_t id = static_cast<int32_t>(unique_ids_[order[i]]);
+          std::memcpy(out + 4 * i, &id, 4);
+        }
+        if (run->count % 2) std::memset(out + 4 * run->count, 0, 4);
+      }
+      out += ids_bytes(table, run->count);
+    }
+  }
+}
+
+void Lookup::resolve(const int64_t* sources, const int64_t* source_bytes) {
+  const int W = plan_->world_size;
+  incoming_.runs.clear();
+  incoming_data_.clear();
+  int64_t total = 0;
+  for (int p = 0; p < W; ++p) {
+    incoming_.peer_start[p] = static_cast<int64_t>(incoming_.runs.size());
+    incoming_.row_bytes[p] = 0;
+    if (p == plan_->rank) {
+      for (int64_t r = outgoing_.peer_start[p]; r < outgoing_.peer_start[p + 1]; ++r) {
+        incoming_.runs.push_back({outgoing_.runs[r].table, total, outgoing_.runs[r].count});
+        incoming_data_.push_back(nullptr);
+        total += outgoing_.runs[r].count;
+      }
+    } else {
+      total += read_ids_header(*plan_, p, reinterpret_cast<const std::byte*>(sources[p]), source_bytes[p], total,
+                               &incoming_.runs, &incoming_data_);
+      for (size_t r = incoming_.peer_start[p]; r < incoming_.runs.size(); ++r)
+        incoming_.row_bytes[p] += incoming_.runs[r].count * plan_->tables[incoming_.runs[r].table].wire_row_bytes;
+    }
+  }
+  incoming_.peer_start[W] = static_cast<int64_t>(incoming_.runs.size());
+  incoming_ids_.grow(total);
+  incoming_slots_.grow(total);
+  for (int p = 0; p < W; ++p) {
+    for (int64_t r = incoming_.peer_start[p]; r < incoming_.peer_start[p + 1]; ++r) {
+      const Run& run = incoming_.runs[r];
+      int64_t* ids = incoming_ids_.data() + run.start;
+      if (p == plan_->rank) {
+        const uint32_t* order = order_.data() + order_start_[p] + (run.start - incoming_.runs[incoming_.peer_start[p]].start);
+        for (int64_t i = 0; i < run.count; ++i) ids[i] = static_cast<int64_t>(unique_ids_[order[i]]);
+      } else {
+        read_ids(*plan_, p, run.table, incoming_data_[r], run.count, ids);
+      }
+    }
+  }
+  // Only after every section is known to be sound are rows reserved.
+  find_slots();
+  point_at_local_rows();
+}
+
+// Tables may be resolved side by side; the runs of one table one after the other.
+void Lookup::find_slots() {
+  const int T = plan_->num_tables();
+  table_runs_.assign(T + 1, 0);
+  for (const Run& run : incoming_.runs) ++table_runs_[run.table + 1];
+  for (int t = 0; t < T; ++t) table_runs_[t + 1] += table_runs_[t];
+  std::vector<int64_t> by_table(incoming_.runs.size()), cursor(table_runs_.begin(), table_runs_.end() - 1);
+  for (size_t r = 0; r < incoming_.runs.size(); ++r) by_table[cursor[incoming_.runs[r].table]++] = static_cast<int64_t>(r);
+  plan_->threads->run(T, [&](int64_t t, int) {
+    for (int64_t i = table_runs_[t]; i < table_runs_[t + 1]; ++i) {
+      const Run& run = incoming_.runs[by_table[i]];
+      const int64_t bad = plan_->store->resolve(static_cast<uint32_t>(t), incoming_ids_.data() + run.start, run.count,
+                                                incoming_slots_.data() + run.start, is_training_);
+      if (bad >= 0)
+        throw std::logic_error("the placement gives this rank a row block of table " + plan_->store->table(t).name +
+                               " that its store does not own");
+    }
+  });
+}
+
+void Lookup::point_at_local_rows() {
+  const int rank = plan_->rank;
+  row_address_.grow(num_positions_ + 1);
+  row_address_[num_positions_] = reinterpret_cast<uintptr_t>(kZeroRow);
+  int64_t missing_floats = 0;
+  auto local_runs = [&](auto&& fn) {
+    const uint32_t* order = order_.data() + order_start_[rank];
+    for (int64_t r = incoming_.peer_start[rank]; r < incoming_.peer_start[rank + 1]; ++r) {
+      const Run& run = incoming_.runs[r];
+      fn(run, plan_->tables[run.table], order);
+      order += run.count;
+    }
+  };
+  local_runs([&](const Run& run, const Table& table, const uint32_t* order) {
+    const Arena& arena = plan_->store->arena_of(run.table);
+    const uint32_t* slots = incoming_slots_.data() + run.start;
+    const uintptr_t tag = table.type == RowType::F32 ? 0 : kEncodedTag;
+    for (int64_t i = 0; i < run.count; ++i) {
+      if (slots[i] == kNoSlot)
+        missing_floats += table.dim;
+      else
+        row_address_[order[i]] = reinterpret_cast<uintptr_t>(arena.weights(slots[i])) | tag;
+    }
+  });
+  if (missing_floats == 0) return;
+  // Evaluation of ids that were never trained: their initial values, computed aside.
+  float* space = initial_rows_.grow(missing_floats);
+  local_runs([&](const Run& run, const Table& table, const uint32_t* order) {
+    for (int64_t i = 0; i < run.count; ++i) {
+      if (incoming_slots_[run.start + i] != kNoSlot) continue;
+      initial_row(plan_->store->table(run.table), incoming_ids_[run.start + i], space);
+      row_address_[order[i]] = reinterpret_cast<uintptr_t>(space);
+      space += table.dim;
+    }
+  });
+}
+
+void Lookup::point_at_remote_rows(const int64_t* sources) {
+  int64_t kept_floats = 0;
+  if (is_training_) {
+    for (int p = 0; p < plan_->world_size; ++p)
+      for (int64_t r = outgoing_.peer_start[p]; r < outgoing_.peer_start[p + 1]; ++r)
+        if (p != plan_->rank && plan_->tables[outgoing_.runs[r].table].has_weighted_features)
+          kept_floats += outgoing_.runs[r].count * plan_->tables[outgoing_.runs[r].table].dim;
+  }
+  float* kept = kept_rows_.grow(kept_floats);
+  for (int p = 0; p < plan_->world_size; ++p) {
+    if (p == plan_->rank) continue;
+    const std::byte* rows = reinterpret_cast<const std::byte*>(sources[p]);
+    for (int64_t r = outgoing_.peer_start[p]; r < outgoing_.peer_start[p + 1]; ++r) {
+      const Run& run = outgoing_.runs[r];
+      const Table& table = plan_->tables[run.table];
+      const std::byte* first = rows;
+      if (is_training_ && table.has_weighted_features) {
+        // The message's memory is reused before weight_grad needs the rows.
+        std::memcpy(kept, rows, run.count * table.wire_row_bytes);
+        first = reinterpret_cast<const std::byte*>(kept);
+        kept += run.count * table.dim;
+      }
+      for (int64_t i = 0; i < run.count; ++i)
+        row_address_[order_[run.start + i]] = reinterpret_cast<uintptr_t>(first + i * table.wire_row_bytes);
+      rows += run.count * table.wire_row_bytes;
+    }
+  }
+}
+
+void Lookup::write_rows(const int64_t* destinations) const {
+  for (int p = 0; p < plan_->world_size; ++p) {
+    if (p == plan_->rank || incoming_.row_bytes[p] == 0) continue;
+    float* out = reinterpret_cast<float*>(destinations[p]);
+    for (int64_t r = incoming_.peer_start[p]; r < incoming_.peer_start[p + 1]; ++r) {
+      const Run& run = incoming_.runs[r];
+      const Table& table = plan_->tables[run.table];
+      const Arena& arena = plan_->store->arena_of(run.table);
+      const uint32_t* slots = incoming_slots_.data() + run.start;
+      plan_->threads->run((run.count + kRowsPerTask - 1) / kRowsPerTask, [&](int64_t task, int) {
+        const int64_t end = std::min(run.count, (task + 1) * kRowsPerTask);
+        for (int64_t i = task * kRowsPerTask; i < end; ++i) {
+          if (i + kAhead < end && slots[i + kAhead] != kNoSlot) arena.prefetch(slots[i + kAhead]);
+          if (slots[i] == kNoSlot)
+            initial_row(plan_->store->table(run.table), incoming_ids_[run.start + i], out + i * table.dim);
+          else
+            read_row(table, arena.weights(slots[i]), out + i * table.dim);
+        }
+      });
+      out += run.count * table.dim;
+    }
+  }
+}
+
+void Lookup::table_loads(int64_t* unique_asked, int64_t* rows_served) const {
+  std::copy(num_unique_.begin(), num_unique_.end(), unique_asked);
+  std::fill(rows_served, rows_served + plan_->num_tables(), 0);
+  for (const Run& run : incoming_.runs) rows_served[run.table] += run.count;
+}
+
+int64_t Lookup::nbytes() const {
+  return bag_offsets_.nbytes() + inverse_.nbytes() + unique_ids_.nbytes() + unique_owner_.nbytes() +
+         unique_count_.nbytes() + row_address_.nbytes() + order_.nbytes() + incoming_ids_.nbytes() +
+         incoming_slots_.nbytes() + initial_rows_.nbytes() + kept_rows_.nbytes() + ends_.nbytes() + entries_.nbytes() +
+         scales_.nbytes() + hot_sums_.nbytes();
+}
+
+}  // namespace shoal::step

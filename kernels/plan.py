@@ -1,0 +1,359 @@
+"""StepPlan and Lookup: the embedding side of one training step, all tables in one native call per phase.
+
+Legend: W world size, T tables, F features (lookups), K keys (columns) of a batch, B batch size, N ids of a batch.
+
+A ``StepPlan`` is built once per view: what every rank must agree on (tables, features, placement) and the memory of one
+rank (its row store). A ``Lookup`` is one round of lookups of one batch. Its life, in order::
+
+    result = lookup.route(...)            # ids -> unique rows per owner; bad ids by policy
+    lookup.write_ids(send)                # -> ids exchange
+    lookup.resolve(recv, recv_bytes)      # owner: ids -> rows; training reserves rows that are missing
+    lookup.write_rows(send)               # -> values exchange
+    lookup.pool(recv, outputs)            # rows -> pooled bags and sequences
+    lookup.segment_sum(grads, send)       # -> gradients exchange
+    plan.apply([lookup, ...], [recv, ...], step, lrs)
+
+Rows that this rank owns itself never enter a message (0 bytes to self): they are read from and written to the store in
+place. Addresses are plain integers; ``send`` and ``recv`` are int64 arrays of one address per rank.
+
+Guarantees (DESIGN 1, PROTOCOLS S5, S10): results are bit-identical for every placement and thread count. A row's
+gradient is summed per source rank over its positions in order (table's features in plan order, then position; rows with
+more than 512 positions in segments of 512), then over (lookup, source rank), then the optimizer runs once.
+
+Python costs a constant number of native calls per phase, whatever the number of tables.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from shoal.kernels import _core
+from shoal.kernels.errors import ConfigError, ProtocolError
+from shoal.kernels.rowstore import RowStore
+from shoal.kernels.spec import FeatureSpec, IdPolicy, PoolingType, TableSpec
+
+_POOLING = {PoolingType.SUM: 0, PoolingType.MEAN: 1, PoolingType.NONE: 2}
+_WORLD_SIZE_MAX = 65_535
+#: Wire formats of values and gradients; one per table in the plan. Only float32 exists.
+CODEC_FP32 = 0
+
+
+class RouteResult(NamedTuple):
+    """What ``Lookup.route`` found. With ``status`` != 0 the rank stays in the exchanges and reports the status."""
+
+    #: 0: fine; 1: an id outside a static table whose feature's policy is ERROR.
+    status: int
+    #: Index of the feature in the plan, the id, and its index in the batch's values; -1 when status is 0.
+    bad_feature: int
+    bad_value: int
+    bad_position: int
+    #: Ids dropped (policy DROP, and ERROR), ids replaced (HASH, OOV).
+    num_dropped: int
+    num_remapped: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class OutputSpec:
+    """One output tensor: the pooled features of a collection side by side, or one sequence feature."""
+
+    collection: int
+    #: Indices of the plan's features, in column order.
+    features: tuple[int, ...]
+    #: Columns: sum of the widths of the features.
+    width: int
+    is_sequence: bool
+
+
+def plan_outputs(tables: Sequence[TableSpec], features: Sequence[FeatureSpec]) -> list[OutputSpec]:
+    """Output tensors in order: by collection; within one its pooled features as one tensor, then each sequence."""
+    outputs = []
+    for collection in sorted({feature.collection for feature in features}):
+        members = [f for f, feature in enumerate(features) if feature.collection == collection]
+        pooled = [f for f in members if features[f].pooling is not PoolingType.NONE]
+        groups = [(tuple(pooled), False)] if pooled else []
+        groups += [((f,), True) for f in members if features[f].pooling is PoolingType.NONE]
+        for group, is_sequence in groups:
+            width = sum(tables[features[f].table].embedding_dim for f in group)
+            outputs.append(OutputSpec(collection=collection, features=group, width=width, is_sequence=is_sequence))
+    return outputs
+
+
+class StepPlan:
+    """The tables, features and placement of one view, and this rank's part of the work.
+
+    Args:
+        store: this rank's rows; must know ``tables`` in the same order and own the blocks placed on ``rank``.
+        tables: every table of the run.
+        features: every lookup; features of one table are numbered in this order.
+        placement: per table the owner of each row block, uint16 [num_blocks].
+        num_threads: of the native kernels; never changes results.
+
+    Raises ConfigError when sizes, ranks or indices do not fit together.
+    """
+
+    def __init__(
+        self,
+        store: RowStore,
+        tables: Sequence[TableSpec],
+        features: Sequence[FeatureSpec],
+        placement: Sequence[np.ndarray],
+        *,
+        rank: int,
+        world_size: int,
+        num_threads: int = 1,
+    ) -> None:
+        _check_plan(tables, features, placement, rank, world_size, num_threads)
+        self.store = store
+        self.tables = tuple(tables)
+        self.features = tuple(features)
+        self.placement = tuple(np.ascontiguousarray(owners, dtype=np.uint16) for owners in placement)
+        self.rank = rank
+        self.world_size = world_size
+        self.outputs = tuple(plan_outputs(tables, features))
+        self.codecs = (CODEC_FP32,) * len(self.tables)
+        self.hash = self._hash()
+        self._native = _core.StepPlan(store.native, rank, world_size, num_threads)
+        for owners in self.placement:
+            self._native.add_table(owners.tolist())
+        place = {f: (o, column) for o, output in enumerate(self.outputs) for f, column in self._columns(output)}
+        for output in self.outputs:
+            self._native.add_output(output.width)
+        for f, feature in enumerate(self.features):
+            self._native.add_feature(
+                feature.table, _POOLING[feature.pooling], feature.is_weighted, int(feature.policy), *place[f]
+            )
+
+    def _columns(self, output: OutputSpec) -> list[tuple[int, int]]:
+        column, columns = 0, []
+        for f in output.features:
+            columns.append((f, column))
+            column += self.tables[self.features[f].table].embedding_dim
+        return columns
+
+    def _hash(self) -> int:
+        """uint64 of all that ranks must agree on: tables, features, codecs, placement and the world size."""
+        digest = hashlib.blake2b(digest_size=8)
+        for part in (self.world_size, self.tables, self.features, self.codecs):
+            digest.update(repr(part).encode())
+        for owners in self.placement:
+            digest.update(owners.astype("<u2").tobytes())
+        return int.from_bytes(digest.digest(), "little")
+
+    def new_lookup(self) -> Lookup:
+        """A reusable lookup with memory of its own; several may be in flight."""
+        return Lookup(self)
+
+    def apply(self, lookups: Sequence[Lookup], sources: Sequence[np.ndarray], step: int, lrs: np.ndarray) -> None:
+        """Owner: sum each row's gradients in (lookup, source rank) order and run its optimizer once.
+
+        Args:
+            lookups: in micro-batch order; each has had ``segment_sum``.
+            sources: per lookup, int64 [W] addresses of the received gradient sections.
+            step: number of the global step, from 1.
+            lrs: float32 [T] learning rates of this step.
+        """
+        if len(lookups) != len(sources):
+            raise ValueError(f"{len(lookups)} lookups but gradients of {len(sources)}")
+        if lrs.dtype != np.float32 or lrs.shape != (len(self.tables),):
+            raise ValueError(f"lrs must be float32 [{len(self.tables)}], not {lrs.dtype} {lrs.shape}")
+        self._native.apply([lookup.native for lookup in lookups], _addresses(sources), step, lrs)
+        self.discard(lookups)
+
+    def discard(self, lookups: Sequence[Lookup]) -> None:
+        """End the lookups of a skipped step or an evaluation: nothing changes, the batch's tensors are let go."""
+        for lookup in lookups:
+            lookup.release()
+
+
+class Lookup:
+    """One round of lookups; see the module's docstring for the order of calls."""
+
+    def __init__(self, plan: StepPlan) -> None:
+        self.plan = plan
+        self.native = plan._native.new_lookup()
+        # Tensors whose memory the native side reads between calls.
+        self._batch: tuple[torch.Tensor, ...] = ()
+        self._grads: tuple[torch.Tensor, ...] = ()
+        self.batch_size = 0
+
+    def route(
+        self,
+        values: torch.Tensor,
+        offsets: torch.Tensor,
+        weights: torch.Tensor | None,
+        key_columns: np.ndarray,
+        batch_size: int,
+        *,
+        training: bool = True,
+    ) -> RouteResult:
+        """Take a batch: deduplicate the ids of every table over all features that read it.
+
+        Args:
+            values: [N] int64 or int32 ids, feature-major as in a KeyedJaggedTensor. Any bit pattern is an id.
+            offsets: [K * B + 1] int64 or int32.
+            weights: [N] float32 per-sample weights; needed when a feature of the plan is weighted.
+            key_columns: int32 [F] the column of each feature of the plan, -1 where the batch lacks it (empty bags).
+            batch_size: B, may be 0.
+            training: whether rows that are missing will be created; evaluation reads their initial values.
+
+        The tensors are read, never written, and kept alive until ``apply`` or ``discard``. Raises ValueError for
+        dtypes, devices or offsets that cannot be.
+        """
+        values = _cpu_integers("values", values)
+        offsets = _cpu_integers("offsets", offsets)
+        if batch_size == 0 or offsets.numel() == 0:
+            offsets = torch.zeros(1, dtype=torch.int64)
+            batch_size = 0
+        if weights is not None:
+            if weights.numel() != values.numel():
+                raise ValueError(f"{weights.numel()} weights for {values.numel()} ids")
+            weights = weights.detach().to(dtype=torch.float32, device="cpu").contiguous()
+        self._batch = (values, offsets) if weights is None else (values, offsets, weights)
+        self.batch_size = batch_size
+        return RouteResult(
+            *self.native.route(
+                values.data_ptr(),
+                values.dtype == torch.int64,
+                values.numel(),
+                offsets.data_ptr(),
+                offsets.dtype == torch.int64,
+                offsets.numel(),
+                0 if weights is None else weights.data_ptr(),
+                key_columns,
+                batch_size,
+                training,
+            )
+        )
+
+    def id_bytes(self) -> np.ndarray:
+        """int64 [W] bytes of the ids section for each owner; 0 for this rank."""
+        return self.native.id_bytes()
+
+    def write_ids(self, destinations: np.ndarray) -> None:
+        """Write each owner's ids section (layout: PROTOCOLS S10) to its address."""
+        self.native.write_ids(destinations)
+
+    def resolve(self, sources: np.ndarray, source_bytes: np.ndarray) -> None:
+        """Owner: read the sections of all ranks and find their rows; in training, reserve those that are missing.
+
+        Raises ProtocolError naming the rank for counts that do not fit the bytes, unknown tables, ids outside a static
+        table and ids of blocks that this rank does not own; no row has been touched then.
+        """
+        try:
+            self.native.resolve(sources, source_bytes)
+        except _core.ProtocolViolation as error:
+            raise ProtocolError(str(error)) from None
+
+    def row_bytes_out(self) -> np.ndarray:
+        """int64 [W] bytes of rows (and of gradients, in return) that this rank serves to each rank."""
+        return self.native.row_bytes_out()
+
+    def row_bytes_in(self) -> np.ndarray:
+        """int64 [W] bytes of rows that this rank asks of each rank, and of the gradients it returns."""
+        return self.native.row_bytes_in()
+
+    def write_rows(self, destinations: np.ndarray) -> None:
+        """Owner: gather the rows each rank asked for, in its order, in wire format."""
+        self.native.write_rows(destinations)
+
+    def new_outputs(self) -> list[torch.Tensor]:
+        """Uninitialised float32 tensors for ``pool``: [B, width] per pooled output, [N_f, D] per sequence."""
+        counts = self.native.feature_counts() if any(output.is_sequence for output in self.plan.outputs) else None
+        return [
+            torch.empty((int(counts[o.features[0]]) if o.is_sequence and counts is not None else self.batch_size, o.width))
+            for o in self.plan.outputs
+        ]
+
+    def pool(self, sources: np.ndarray, outputs: Sequence[torch.Tensor]) -> None:
+        """Pool received and local rows into ``outputs`` (contiguous float32, shapes of ``new_outputs``).
+
+        SUM adds weight * row in position order; MEAN divides that by the number of ids of the bag that were kept; an
+        empty bag is 0; a dropped id of a sequence is a row of zeros.
+        """
+        self.native.pool(sources, [tensor.data_ptr() for tensor in outputs])
+
+    def segment_sum(self, grads: Sequence[torch.Tensor], destinations: np.ndarray) -> None:
+        """Sum the gradients of each unique row; write those of other ranks' rows to their sections.
+
+        ``grads`` match ``outputs``; they must not change until ``apply``, which sums those of local rows.
+        """
+        self._grads = tuple(_cpu_floats(grad) for grad in grads)
+        self.native.segment_sum([grad.data_ptr() for grad in self._grads], destinations)
+
+    def weight_grad(self, grads: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Gradient of the per-sample weights, float32 [N]: <bag's gradient, row>, over the count for MEAN.
+
+        0 for ids of unweighted features and dropped ids. Call after ``pool`` and before ``apply``. A column read by
+        several weighted features receives the sum.
+        """
+        kept = [_cpu_floats(grad) for grad in grads]
+        out = torch.zeros(self._batch[0].numel(), dtype=torch.float32)
+        self.native.weight_grad([grad.data_ptr() for grad in kept], out.data_ptr())
+        return out
+
+    def release(self) -> None:
+        """Let go of the batch's tensors."""
+        self._batch = self._grads = ()
+
+    def counters(self) -> dict[str, int | np.ndarray]:
+        """Figures of the last route and resolve.
+
+        num_ids, num_unique, num_dropped, num_remapped, id_bytes, row_bytes (sent to other ranks), scratch_bytes; and
+        int64 [T] table_unique (unique rows asked for) and table_served (rows served, per source rank).
+        """
+        return self.native.counters()
+
+
+def _addresses(sources: Sequence[np.ndarray]) -> np.ndarray:
+    return np.concatenate(sources) if len(sources) else np.zeros(0, dtype=np.int64)
+
+
+def _cpu_integers(name: str, tensor: torch.Tensor) -> torch.Tensor:
+    if tensor.dtype not in (torch.int64, torch.int32) or tensor.device.type != "cpu":
+        raise ValueError(f"{name} must be int64 or int32 on the CPU, not {tensor.dtype} on {tensor.device}")
+    return tensor if tensor.is_contiguous() else tensor.contiguous()
+
+
+def _cpu_floats(tensor: torch.Tensor) -> torch.Tensor:
+    if tensor.dtype != torch.float32 or tensor.device.type != "cpu":
+        raise ValueError(f"gradients must be float32 on the CPU, not {tensor.dtype} on {tensor.device}")
+    return tensor if tensor.is_contiguous() else tensor.contiguous()
+
+
+def _check_plan(
+    tables: Sequence[TableSpec],
+    features: Sequence[FeatureSpec],
+    placement: Sequence[np.ndarray],
+    rank: int,
+    world_size: int,
+    num_threads: int,
+) -> None:
+    if not 1 <= world_size <= _WORLD_SIZE_MAX or not 0 <= rank < world_size:
+        raise ConfigError(f"rank {rank} of {world_size}: the world size must be in [1, {_WORLD_SIZE_MAX}]")
+    if not 1 <= num_threads <= 1024:
+        raise ConfigError(f"num_threads is {num_threads}; it must be in [1, 1024]")
+    if len(placement) != len(tables):
+        raise ConfigError(f"{len(tables)} tables but placements of {len(placement)}")
+    for table, owners in zip(tables, placement):
+        table.validate()
+        if len(owners) != table.num_blocks:
+            raise ConfigError(f"table {table.name!r}: {table.num_blocks} row blocks but {len(owners)} owners")
+        if len(owners) and int(np.max(owners)) >= world_size:
+            raise ConfigError(f"table {table.name!r}: a block is placed on rank {int(np.max(owners))} of {world_size}")
+    for feature in features:
+        if not 0 <= feature.table < len(tables):
+            raise ConfigError(f"feature {feature.name!r}: there is no table {feature.table}")
+        is_dynamic = not tables[feature.table].is_static
+        if is_dynamic and feature.policy in (IdPolicy.HASH, IdPolicy.OOV):
+            raise ConfigError(f"feature {feature.name!r}: policy {feature.policy.name} needs a static table")
+        if feature.is_weighted and feature.pooling is PoolingType.NONE:
+            raise ConfigError(f"feature {feature.name!r}: a sequence has no per-sample weights")
+
+
+__all__ = ["CODEC_FP32", "Lookup", "OutputSpec", "RouteResult", "StepPlan", "plan_outputs"]
