@@ -266,7 +266,9 @@ class Lookup:
         """Uninitialised float32 tensors for ``pool``: [B, width] per pooled output, [N_f, D] per sequence."""
         counts = self.native.feature_counts() if any(output.is_sequence for output in self.plan.outputs) else None
         return [
-            torch.empty((int(counts[o.features[0]]) if o.is_sequence and counts is not None else self.batch_size, o.width))
+            torch.empty(
+                (int(counts[o.features[0]]) if o.is_sequence and counts is not None else self.batch_size, o.width)
+            )
             for o in self.plan.outputs
         ]
 

@@ -18,8 +18,16 @@ from shoal.kernels.plan import Lookup, StepPlan
 from shoal.kernels.pooling import pool_reference
 from shoal.kernels.route import apply_policy_reference
 from shoal.kernels.rowstore import RowStore
-from shoal.kernels.spec import DataType, FeatureSpec, IdPolicy, OptimizerKind, OptimizerSpec, PoolingType, TableSpec
-from shoal.kernels.spec import WeightDecayMode
+from shoal.kernels.spec import (
+    DataType,
+    FeatureSpec,
+    IdPolicy,
+    OptimizerKind,
+    OptimizerSpec,
+    PoolingType,
+    TableSpec,
+    WeightDecayMode,
+)
 
 NONE_AT_ALL = np.zeros(0, dtype=np.uint8)
 
@@ -40,7 +48,14 @@ class RankBatch:
         return self.values[first:last], self.weights[first:last], torch.diff(bounds)
 
 
-def random_batch(features: list[FeatureSpec], tables: list[TableSpec], batch_size: int, rng: np.random.Generator, length_max: int = 4, hot: bool = False) -> RankBatch:
+def random_batch(
+    features: list[FeatureSpec],
+    tables: list[TableSpec],
+    batch_size: int,
+    rng: np.random.Generator,
+    length_max: int = 4,
+    hot: bool = False,
+) -> RankBatch:
     lengths, values = [], []
     for feature in features:
         own = rng.integers(0, length_max + 1, batch_size)
@@ -54,13 +69,22 @@ def random_batch(features: list[FeatureSpec], tables: list[TableSpec], batch_siz
     offsets = np.concatenate([[0], np.cumsum(np.concatenate(lengths))]) if lengths else np.zeros(1)
     flat = np.concatenate(values).astype(np.int64)
     weights = rng.uniform(0.5, 1.5, len(flat)).astype(np.float32)
-    return RankBatch(torch.from_numpy(flat), torch.from_numpy(offsets.astype(np.int64)), torch.from_numpy(weights), batch_size)
+    return RankBatch(
+        torch.from_numpy(flat), torch.from_numpy(offsets.astype(np.int64)), torch.from_numpy(weights), batch_size
+    )
 
 
 class World:
     """W ranks in one process."""
 
-    def __init__(self, tables: list[TableSpec], features: list[FeatureSpec], placement: list[np.ndarray], world: int, num_threads: int = 1) -> None:
+    def __init__(
+        self,
+        tables: list[TableSpec],
+        features: list[FeatureSpec],
+        placement: list[np.ndarray],
+        world: int,
+        num_threads: int = 1,
+    ) -> None:
         self.tables, self.features, self.world = tables, features, world
         self.plans = []
         for rank in range(world):
@@ -68,7 +92,9 @@ class World:
             for t, owners in enumerate(placement):
                 for block in np.nonzero(owners == rank)[0]:
                     store.add_block(t, int(block))
-            self.plans.append(StepPlan(store, tables, features, placement, rank=rank, world_size=world, num_threads=num_threads))
+            self.plans.append(
+                StepPlan(store, tables, features, placement, rank=rank, world_size=world, num_threads=num_threads)
+            )
         self.columns = np.arange(len(features), dtype=np.int32)
 
     def _exchange(self, sizes: list[np.ndarray], write) -> tuple[list[np.ndarray], list[np.ndarray], list[np.ndarray]]:
@@ -84,15 +110,21 @@ class World:
             memory.append(buffer)
             write(rank, np.ascontiguousarray(addresses[rank]))
         received = [np.ascontiguousarray(addresses[:, rank]) for rank in range(self.world)]
-        received_sizes = [np.array([int(sizes[r][p]) for r in range(self.world)], dtype=np.int64) for p in range(self.world)]
+        received_sizes = [
+            np.array([int(sizes[r][p]) for r in range(self.world)], dtype=np.int64) for p in range(self.world)
+        ]
         return received, received_sizes, memory
 
     def forward(self, batches: list[RankBatch], training: bool = True) -> tuple[list[Lookup], list[list[torch.Tensor]]]:
         lookups = [plan.new_lookup() for plan in self.plans]
         for lookup, batch in zip(lookups, batches):
-            result = lookup.route(batch.values, batch.offsets, batch.weights, self.columns, batch.batch_size, training=training)
+            result = lookup.route(
+                batch.values, batch.offsets, batch.weights, self.columns, batch.batch_size, training=training
+            )
             assert result.status == 0
-        received, sizes, _keep = self._exchange([lk.id_bytes() for lk in lookups], lambda r, to: lookups[r].write_ids(to))
+        received, sizes, _keep = self._exchange(
+            [lk.id_bytes() for lk in lookups], lambda r, to: lookups[r].write_ids(to)
+        )
         for rank, lookup in enumerate(lookups):
             lookup.resolve(received[rank], sizes[rank])
         out = [lookup.row_bytes_out() for lookup in lookups]
@@ -106,7 +138,9 @@ class World:
             buffer[:] = 0xCD  # the transport reuses its memory
         return lookups, outputs
 
-    def backward(self, lookups: list[Lookup], grads: list[list[torch.Tensor]]) -> tuple[list[np.ndarray], list[np.ndarray]]:
+    def backward(
+        self, lookups: list[Lookup], grads: list[list[torch.Tensor]]
+    ) -> tuple[list[np.ndarray], list[np.ndarray]]:
         into = [lookup.row_bytes_in() for lookup in lookups]
         received, sizes, keep = self._exchange(into, lambda r, to: lookups[r].segment_sum(grads[r], to))
         for rank, lookup in enumerate(lookups):
@@ -139,7 +173,12 @@ class World:
                     for i, row_id in enumerate(rows.ids.tolist()):
                         assert (t, row_id) not in found
                         weights = rows.weights[i].contiguous().view(torch.uint8).numpy().tobytes()
-                        found[t, row_id] = (weights, rows.slots[i].numpy().tobytes(), int(rows.last_step[i]), int(rows.count[i]))
+                        found[t, row_id] = (
+                            weights,
+                            rows.slots[i].numpy().tobytes(),
+                            int(rows.last_step[i]),
+                            int(rows.count[i]),
+                        )
         return found
 
 
@@ -166,7 +205,9 @@ class Oracle:
             self.weights[table, row_id] = self._initial.lookup(table, torch.tensor([row_id]))[0].clone()
         return self.weights[table, row_id]
 
-    def outputs(self, batch: RankBatch, plan: StepPlan, leaves: dict[tuple[int, int], torch.Tensor], weights: torch.Tensor) -> list[torch.Tensor]:
+    def outputs(
+        self, batch: RankBatch, plan: StepPlan, leaves: dict[tuple[int, int], torch.Tensor], weights: torch.Tensor
+    ) -> list[torch.Tensor]:
         per_feature = []
         for f, feature in enumerate(self.features):
             ids, _, lengths = batch.column(f)
@@ -186,7 +227,9 @@ class Oracle:
             stacked = torch.stack(rows) if rows else torch.zeros(0, table.embedding_dim)
             first = int(batch.offsets[f * batch.batch_size])
             own = weights[first : first + len(ids)] if feature.is_weighted else None
-            per_feature.append(pool_reference(stacked, lengths, feature.pooling, own, torch.tensor(kept, dtype=torch.bool)))
+            per_feature.append(
+                pool_reference(stacked, lengths, feature.pooling, own, torch.tensor(kept, dtype=torch.bool))
+            )
         return [torch.cat([per_feature[f] for f in output.features], dim=1) for output in plan.outputs]
 
     def step(self, batches: list[RankBatch], plan: StepPlan, step: int, loss) -> list[list[torch.Tensor]]:
@@ -281,12 +324,26 @@ def test_fifty_steps_equal_the_plain_torch_oracle(world: int, kind: OptimizerKin
         torch.testing.assert_close(ours, weight, rtol=1e-5, atol=2e-6)
 
 
-def run_world(tables: list[TableSpec], features: list[FeatureSpec], placement: list[np.ndarray], world: int, steps: int, *, threads: int = 1, hot: bool = False, seed: int = 0, batch: int = 5, length_max: int = 4):
+def run_world(
+    tables: list[TableSpec],
+    features: list[FeatureSpec],
+    placement: list[np.ndarray],
+    world: int,
+    steps: int,
+    *,
+    threads: int = 1,
+    hot: bool = False,
+    seed: int = 0,
+    batch: int = 5,
+    length_max: int = 4,
+):
     ranks = World(tables, features, placement, world, threads)
     rng = np.random.default_rng(seed)
     trace = []
     for step in range(1, steps + 1):
-        batches = [random_batch(features, tables, int(rng.integers(0, batch)), rng, length_max, hot) for _ in range(world)]
+        batches = [
+            random_batch(features, tables, int(rng.integers(0, batch)), rng, length_max, hot) for _ in range(world)
+        ]
         trace += [o.numpy().tobytes() for out in ranks.step(batches, step, quadratic_loss) for o in out]
     return trace, ranks.rows()
 
@@ -309,7 +366,9 @@ def test_thread_count_never_changes_bits(world: int) -> None:
     tables = make_tables([OptimizerKind.ADAM, OptimizerKind.ROWWISE_ADAGRAD], [8, 20], [60, 0])
     features = mixed_features(tables)
     results = [
-        run_world(tables, features, spread(tables, world, 1), world, 3, threads=threads, hot=True, batch=700, length_max=5)
+        run_world(
+            tables, features, spread(tables, world, 1), world, 3, threads=threads, hot=True, batch=700, length_max=5
+        )
         for threads in (1, 2, 3)
     ]
     assert results[0] == results[1] == results[2]
@@ -331,15 +390,30 @@ def test_random_models_equal_the_oracle_and_ignore_placement(data: st.DataObject
     for f in range(data.draw(st.integers(1, 5))):
         pooling = data.draw(st.sampled_from(list(PoolingType)))
         is_weighted = pooling is not PoolingType.NONE and data.draw(st.booleans())
-        features.append(FeatureSpec(name=f"f{f}", table=data.draw(st.integers(0, num_tables - 1)), collection=data.draw(st.integers(0, 2)), pooling=pooling, is_weighted=is_weighted))
+        features.append(
+            FeatureSpec(
+                name=f"f{f}",
+                table=data.draw(st.integers(0, num_tables - 1)),
+                collection=data.draw(st.integers(0, 2)),
+                pooling=pooling,
+                is_weighted=is_weighted,
+            )
+        )
     seed = data.draw(st.integers(0, 2**16))
     first = run_world(tables, features, spread(tables, world, seed), world, 3, seed=seed)
     second = run_world(tables, features, spread(tables, world, seed + 1), world, 3, seed=seed)
     assert first == second
-    ranks, oracle, rng = World(tables, features, spread(tables, world, seed), world), Oracle(tables, features), np.random.default_rng(seed)
+    ranks, oracle, rng = (
+        World(tables, features, spread(tables, world, seed), world),
+        Oracle(tables, features),
+        np.random.default_rng(seed),
+    )
     for step in range(1, 3):
         batches = [random_batch(features, tables, int(rng.integers(0, 5)), rng) for _ in range(world)]
-        ours, theirs = ranks.step(batches, step, quadratic_loss), oracle.step(batches, ranks.plans[0], step, quadratic_loss)
+        ours, theirs = (
+            ranks.step(batches, step, quadratic_loss),
+            oracle.step(batches, ranks.plans[0], step, quadratic_loss),
+        )
         for a, b in zip(sum(ours, []), sum(theirs, [])):
             torch.testing.assert_close(a, b, rtol=2e-5, atol=2e-5)
 
@@ -382,13 +456,17 @@ def test_micro_batches_equal_one_large_batch(world: int) -> None:
     rows = ranks.rows()
     assert set(rows) == set(oracle.weights)
     for key, weight in oracle.weights.items():
-        torch.testing.assert_close(torch.frombuffer(bytearray(rows[key][0]), dtype=torch.float32), weight, rtol=1e-5, atol=2e-6)
+        torch.testing.assert_close(
+            torch.frombuffer(bytearray(rows[key][0]), dtype=torch.float32), weight, rtol=1e-5, atol=2e-6
+        )
         assert rows[key][3] <= 5, "the count grows once per step"
 
 
 def test_evaluation_reads_initial_values_and_creates_nothing() -> None:
     for data_type in (DataType.FP32, DataType.BF16):
-        tables = [dataclasses.replace(t, data_type=data_type) for t in make_tables([OptimizerKind.SGD] * 2, [8, 12], [30, 0])]
+        tables = [
+            dataclasses.replace(t, data_type=data_type) for t in make_tables([OptimizerKind.SGD] * 2, [8, 12], [30, 0])
+        ]
         features = mixed_features(tables)
         ranks, rng = World(tables, features, spread(tables, 2, 0), 2), np.random.default_rng(0)
         batches = [random_batch(features, tables, 4, rng) for _ in range(2)]
@@ -421,7 +499,13 @@ def test_learning_rate_is_per_table() -> None:
     received, _keep = ranks.backward(lookups, [[torch.ones_like(o) for o in outputs[0]]])
     ranks.plans[0].apply([lookups[0]], [received[0]], 1, np.array([0.0, 1.0], dtype=np.float32))
     rows = ranks.rows()
-    changed = {t: any(k[0] == t and not np.array_equal(np.frombuffer(v[0], np.float32), Oracle(tables, features).row(*k).numpy()) for k, v in rows.items()) for t in (0, 1)}
+    changed = {
+        t: any(
+            k[0] == t and not np.array_equal(np.frombuffer(v[0], np.float32), Oracle(tables, features).row(*k).numpy())
+            for k, v in rows.items()
+        )
+        for t in (0, 1)
+    }
     assert changed == {0: False, 1: True} and before
 
 

@@ -25,7 +25,9 @@ def make_feature(table: int = 0, policy: IdPolicy = IdPolicy.DROP, name: str = "
     return FeatureSpec(name=name, table=table, collection=0, policy=policy)
 
 
-def make_plan(tables: list[TableSpec], features: list[FeatureSpec], placement: list[np.ndarray], rank: int, world: int) -> StepPlan:
+def make_plan(
+    tables: list[TableSpec], features: list[FeatureSpec], placement: list[np.ndarray], rank: int, world: int
+) -> StepPlan:
     store = RowStore(tables, num_threads=2)
     for t, owners in enumerate(placement):
         for block, owner in enumerate(owners):
@@ -39,10 +41,19 @@ def spread(tables: list[TableSpec], world: int, seed: int = 0) -> list[np.ndarra
     return [generator.integers(0, world, table.num_blocks).astype(np.uint16) for table in tables]
 
 
-def route(plan: StepPlan, values: list[int], lengths: list[int], columns: list[int], batch_size: int, dtype: torch.dtype = torch.int64) -> tuple[Lookup, RouteResult]:
+def route(
+    plan: StepPlan,
+    values: list[int],
+    lengths: list[int],
+    columns: list[int],
+    batch_size: int,
+    dtype: torch.dtype = torch.int64,
+) -> tuple[Lookup, RouteResult]:
     lookup = plan.new_lookup()
     offsets = torch.tensor([0, *np.cumsum(lengths).tolist()], dtype=torch.int32)
-    result = lookup.route(torch.tensor(values, dtype=dtype), offsets, None, np.array(columns, dtype=np.int32), batch_size)
+    result = lookup.route(
+        torch.tensor(values, dtype=dtype), offsets, None, np.array(columns, dtype=np.int32), batch_size
+    )
     return lookup, result
 
 
@@ -90,7 +101,13 @@ def test_equals_reference_on_random_batches(data: st.DataObject) -> None:
         table = data.draw(st.integers(0, num_tables - 1))
         policies = [IdPolicy.ERROR, IdPolicy.DROP] + ([IdPolicy.HASH, IdPolicy.OOV] if tables[table].is_static else [])
         features.append(make_feature(table, data.draw(st.sampled_from(policies))))
-    plan = make_plan(tables, features, spread(tables, world, data.draw(st.integers(0, 9))), data.draw(st.integers(0, world - 1)), world)
+    plan = make_plan(
+        tables,
+        features,
+        spread(tables, world, data.draw(st.integers(0, 9))),
+        data.draw(st.integers(0, world - 1)),
+        world,
+    )
     batch_size = data.draw(st.integers(0, 4))
     num_keys = data.draw(st.integers(1, 4))
     lengths = data.draw(st.lists(st.integers(0, 6), min_size=num_keys * batch_size, max_size=num_keys * batch_size))
@@ -196,7 +213,12 @@ def test_impossible_plans_are_refused() -> None:
 
 
 def owner_plan() -> StepPlan:
-    tables = [make_table("a", 100, num_blocks=1), make_table("b", 0, num_blocks=1), make_table("c", 100, num_blocks=1), make_table("d", 50, num_blocks=2)]
+    tables = [
+        make_table("a", 100, num_blocks=1),
+        make_table("b", 0, num_blocks=1),
+        make_table("c", 100, num_blocks=1),
+        make_table("d", 50, num_blocks=2),
+    ]
     placement = [np.zeros(1, np.uint16), np.zeros(1, np.uint16), np.ones(1, np.uint16), np.array([0, 1], np.uint16)]
     return make_plan(tables, [make_feature(t) for t in range(4)], placement, 0, 2)
 
