@@ -80,8 +80,6 @@ def examine(*, address: str | None = None, storage: str | None = None) -> Iterat
 def check_python() -> Finding:
     version = ".".join(map(str, sys.version_info[:3]))
     detail = f"{version} on {platform.system()} {platform.machine()}"
-    if sys.version_info < (3, 11):
-        return Finding("python", Level.FAIL, detail, "Shoal needs Python 3.11 or newer")
     return Finding("python", Level.OK, detail)
 
 
