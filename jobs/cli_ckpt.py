@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from shoal.jobs.cli_options import add_json, print_json, print_table
+from shoal.jobs.cli_options import add_json, print_json, table_lines
 
 HELP = "list, verify or export checkpoints"
 
@@ -22,6 +22,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action.add_argument("--step", type=int, metavar="N", help="checkpoint of this step; default: the newest")
     export.add_argument("--out", required=True, metavar="DIR", help="folder or URI to write to")
     export.add_argument("--table", action="append", metavar="NAME", help="only this table (again for more)")
+    export.add_argument("--slots", action="store_true", help="also optimizer state, last step and access count")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -50,7 +51,8 @@ def _list(args: argparse.Namespace) -> int:
         ]
         for info in infos
     ]
-    print_table(rows, ["checkpoint", "state", "rows", "size", "created", "why"], right=frozenset({2, 3}))
+    header = ["checkpoint", "state", "rows", "size", "created", "why"]
+    print("\n".join(table_lines(rows, header, right=frozenset({2, 3}))))
     return 0
 
 
@@ -70,13 +72,15 @@ def _verify(args: argparse.Namespace) -> int:
 
 
 def _export(args: argparse.Namespace) -> int:
-    from shoal.platform.export import export_checkpoint
+    from shoal.platform.export import export_parquet
 
-    report = export_checkpoint(_checkpoint_uri(args), args.out, tables=args.table)
+    report = export_parquet(_checkpoint_uri(args), args.out, args.table, slots=args.slots)
+    tables = [{"table": t.table, "path": t.path, "files": t.num_files, "rows": t.num_rows} for t in report.tables]
     if args.json:
-        print_json(report)
-    else:
-        print(report)
+        print_json({"checkpoint": str(report.name), "out": report.out, "tables": tables})
+        return 0
+    for table in tables:
+        print(f"{table['table']}: {table['rows']} rows in {table['files']} files below {report.out}/{table['path']}")
     return 0
 
 

@@ -14,8 +14,9 @@ _INTRODUCTION = """# Command line
 `shoal COMMAND ...`, or `python -m shoal.jobs.cli COMMAND ...`. Exit codes: 0 done; 1 an error, in one line on stderr
 (`error: [SHOAL-101] ...`; the code is stable); 2 wrong usage; 130 interrupted. `--debug` adds the traceback.
 
-On a Ray cluster: `ray job submit --working-dir . -- shoal train job.yaml`. Inside the job the job's own cluster is used;
-elsewhere a local one is started, unless `--address` or `scaling.address` names one. `RAY_ADDRESS` alone is not followed.
+On a Ray cluster: `ray job submit --working-dir . -- shoal train job.yaml`. Inside the job the job's own cluster is
+used; elsewhere a local one is started, unless `--address` or `scaling.address` names one. `RAY_ADDRESS` alone is not
+followed.
 """
 
 
@@ -27,7 +28,9 @@ def cli_markdown() -> str:
     return "\n".join(parts)
 
 
-def _leaves(parser: argparse.ArgumentParser, name: str, text: str = "") -> Iterator[tuple[str, argparse.ArgumentParser]]:
+def _leaves(
+    parser: argparse.ArgumentParser, name: str, text: str = ""
+) -> Iterator[tuple[str, argparse.ArgumentParser]]:
     """The parsers without subcommands, in order, with their full names."""
     subparsers = [action for action in parser._actions if isinstance(action, argparse._SubParsersAction)]
     if not subparsers:

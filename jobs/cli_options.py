@@ -62,12 +62,13 @@ def print_json(value: Any) -> None:
     print()
 
 
-def print_table(rows: list[list[str]], header: list[str], *, right: frozenset[int] = frozenset()) -> None:
-    """Aligned columns; those whose index is in ``right`` are right-aligned."""
-    lines = [header, *rows]
-    widths = [max(len(line[i]) for line in lines) for i in range(len(header))]
-    for line in lines:
-        cells = [
-            cell.rjust(width) if i in right else cell.ljust(width) for i, (cell, width) in enumerate(zip(line, widths))
-        ]
-        print("  ".join(cells).rstrip())
+def table_lines(rows: list[list[str]], header: list[str], *, right: frozenset[int] = frozenset()) -> list[str]:
+    """Aligned columns, the header first; columns whose index is in ``right`` are right-aligned."""
+    table = [header, *rows]
+    widths = [max(len(row[i]) for row in table) for i in range(len(header))]
+    lines = []
+    for row in table:
+        pairs = enumerate(zip(row, widths))
+        cells = [cell.rjust(width) if i in right else cell.ljust(width) for i, (cell, width) in pairs]
+        lines.append("  ".join(cells).rstrip())
+    return lines

@@ -16,11 +16,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from shoal.jobs.plan_report import format_report, plan_job
+    from shoal.jobs.plan_report import plan_job
 
     report = plan_job(load_job(args), use_sample=not args.no_sample)
     if args.json:
         print_json(report.to_dict())
     else:
+        from shoal.jobs.plan_text import format_report
+
         print(format_report(report))
     return 0

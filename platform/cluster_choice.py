@@ -1,7 +1,7 @@
 """Which Ray cluster a command uses, and why. Pure.
 
 A bare ``ray.init()`` joins any cluster it finds on the machine, also somebody else's. So Shoal always passes an
-explicit address: the one that was asked for, the job's own cluster inside ``ray job submit``, or a local one of its own.
+explicit address: the one that was asked for, the cluster of the submitted job, or a local one of its own.
 """
 
 from __future__ import annotations

@@ -19,8 +19,8 @@ A job file is YAML with the sections `model`, `data`, `tables`, `train`, `scalin
 arguments of `shoal.ElasticTrainer`. Everything has a default but the paths, the model and, in Python, the run's name.
 
 * `shoal config show job.yaml` prints a job with all defaults filled in; `shoal config validate job.yaml` checks it.
-* `shoal config schema > job.schema.json` writes a JSON schema; with `# yaml-language-server: $schema=job.schema.json` as
-  the first line of a job file, editors complete and check it.
+* `shoal config schema > job.schema.json` writes a JSON schema; with the first line
+  `# yaml-language-server: $schema=job.schema.json` in a job file, editors complete and check it.
 * `-o train.lr=0.1` on any command overrides a value; list entries are named by position (`-o data.sparse.0.kind=list`).
 * Scalars follow YAML 1.2: `1e-3` is a number; `no`, `on` and `1:30` are text. Unknown and duplicate keys are errors.
 * A byte count may be written with a unit: `512MiB`, `8GB`.

@@ -10,6 +10,7 @@ import ast
 import dataclasses
 import functools
 import inspect
+import itertools
 import types
 import typing
 from typing import Any
@@ -29,8 +30,10 @@ def field_texts(cls: type) -> dict[str, str]:
     tree = ast.parse(inspect.cleandoc("\n" + inspect.getsource(cls)))
     body = typing.cast(ast.ClassDef, tree.body[0]).body
     texts = {}
-    for field, text in zip(body, body[1:]):
-        is_text = isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant) and isinstance(text.value.value, str)
+    for field, text in itertools.pairwise(body):
+        is_text = (
+            isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant) and isinstance(text.value.value, str)
+        )
         if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name) and is_text:
             texts[field.target.id] = " ".join(text.value.value.split())  # type: ignore[attr-defined]
     return texts

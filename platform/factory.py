@@ -34,7 +34,9 @@ def load_factory(path: str) -> Callable[..., Any]:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
         if error.name and (module_name == error.name or module_name.startswith(f"{error.name}.")):
-            message = f"model.factory is {path!r}, but there is no module {error.name!r}: is its folder the current one?"
+            message = (
+                f"model.factory is {path!r}, but there is no module {error.name!r}: is its folder the current one?"
+            )
             raise ConfigError(message) from None
         raise
     target: Any = module
