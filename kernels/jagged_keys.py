@@ -5,7 +5,7 @@ Plain functions, so that the class stays readable; all compile with TorchScript.
 Shape letters: F keys, B bags per key (the stride), N values.
 """
 # TorchScript compares annotations literally, so the `typing` spellings stay.
-# ruff: noqa: UP006, UP032, UP035, UP045, RUF005
+# ruff: noqa: UP006, UP032, UP035, UP045
 
 from typing import Dict, List, Optional, Tuple
 

@@ -12,6 +12,7 @@ from typing import List, Optional, Tuple
 
 import torch
 
+
 def cumulative_sums(counts: List[int]) -> List[int]:
     """``[0, c0, c0 + c1, ...]``: one element longer than ``counts``."""
     sums = [0] * (len(counts) + 1)
@@ -44,7 +45,7 @@ def pick_slices(tensor: torch.Tensor, offsets: List[int], indices: List[int]) ->
     """
     pieces: List[torch.Tensor] = []
     for i in indices:
-        pieces.append(tensor[offsets[i] : offsets[i + 1]])  # noqa: PERF401 (TorchScript)
+        pieces.append(tensor[offsets[i] : offsets[i + 1]])
     if len(pieces) == 0:
         return tensor[0:0]
     return torch.cat(pieces)
@@ -107,7 +108,7 @@ def lengths_per_key(lengths: torch.Tensor, stride_per_key: List[int]) -> List[in
         return []
     sums: List[torch.Tensor] = []
     for chunk in torch.split(lengths, stride_per_key):
-        sums.append(torch.sum(chunk).view(1))  # noqa: PERF401 (TorchScript)
+        sums.append(torch.sum(chunk).view(1))
     totals: List[int] = torch.cat(sums).tolist()
     return totals
 

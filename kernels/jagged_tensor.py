@@ -228,7 +228,7 @@ class JaggedTensor(metaclass=JaggedTensorMeta):
         )
 
     @torch.jit.unused
-    def record_stream(self, stream: Any) -> None:
+    def record_stream(self, stream: torch.cuda.streams.Stream) -> None:
         """Tell the caching allocator that a CUDA ``stream`` uses these tensors."""
         for tensor in (self._values, self._weights, self._lengths, self._offsets):
             if tensor is not None:

@@ -9,7 +9,7 @@ With variable stride per key (VBE) every key has its own number of bags, as a su
 Shape letters: F keys, B bags per key (the stride), R ranks, N values.
 """
 # TorchScript and TorchRec's schema test compare annotations literally, so the `typing` spellings stay.
-# ruff: noqa: UP006, UP007, UP032, UP035, UP045, RUF005, RUF012
+# ruff: noqa: UP006, UP007, UP032, UP035, UP045, RUF012
 
 from typing import Any, Dict, List, Optional, Tuple, Union
 
@@ -18,6 +18,7 @@ import torch.fx
 from torch.fx._pytree import register_pytree_flatten_spec
 from torch.utils._pytree import GetAttrKey, register_pytree_node
 
+from shoal.kernels.jagged_keys import count_values_per_key, split_by_key, stride_of
 from shoal.kernels.jagged_ops import (
     bags_string,
     check_integer,
@@ -28,7 +29,6 @@ from shoal.kernels.jagged_ops import (
     regroup_ranks_variable,
     sums_by_split,
 )
-from shoal.kernels.jagged_keys import count_values_per_key, split_by_key, stride_of
 from shoal.kernels.jagged_tensor import JaggedTensor, JaggedTensorMeta, tensors_equal
 
 
@@ -555,7 +555,7 @@ class KeyedJaggedTensor(metaclass=JaggedTensorMeta):
         )
 
     @torch.jit.unused
-    def record_stream(self, stream: Any) -> None:
+    def record_stream(self, stream: torch.cuda.streams.Stream) -> None:
         """Tell the caching allocator that a CUDA ``stream`` uses these tensors."""
         for tensor in (self._values, self._weights, self._lengths, self._offsets):
             if tensor is not None:
@@ -702,9 +702,7 @@ def _concat(kjt_list: List[KeyedJaggedTensor]) -> KeyedJaggedTensor:
     for kjt in kjt_list:
         if is_weighted != (kjt.weights_or_none() is not None):
             raise ValueError("Can't merge weighted KJT with unweighted KJT")
-        assert is_variable == kjt.variable_stride_per_key(), (
-            "variable stride per key must be consistent for all KJTs"
-        )
+        assert is_variable == kjt.variable_stride_per_key(), "variable stride per key must be consistent for all KJTs"
         assert has_inverse == (kjt.inverse_indices_or_none() is not None), (
             "inverse indices must be consistent for all KJTs"
         )

@@ -144,7 +144,7 @@ class KeyedTensor(metaclass=JaggedTensorMeta):
         return regrouped
 
     @torch.jit.unused
-    def record_stream(self, stream: Any) -> None:
+    def record_stream(self, stream: torch.cuda.streams.Stream) -> None:
         """Tell the caching allocator that a CUDA ``stream`` uses the values."""
         self._values.record_stream(stream)
 
@@ -183,7 +183,5 @@ def _flatten_spec(kt: KeyedTensor, spec: Any) -> List[torch.Tensor]:
     return [regroup_kts([kt], [keys])[0]]
 
 
-register_pytree_node(
-    KeyedTensor, _flatten, _unflatten, serialized_type_name="shoal.kernels.jagged.KeyedTensor"
-)
+register_pytree_node(KeyedTensor, _flatten, _unflatten, serialized_type_name="shoal.kernels.jagged.KeyedTensor")
 register_pytree_flatten_spec(KeyedTensor, _flatten_spec)

@@ -30,7 +30,9 @@ def expand_inverse_indices(kjt: KeyedJaggedTensor) -> KeyedJaggedTensor:
         if key not in row_of_key:
             raise DataError(f"the inverse indices have no row for key {key!r}; they have {inverse_indices[0]}")
         picks = inverse_indices[1][row_of_key[key]]
-        picked_values, picked_weights = pick_segments(jagged.lengths(), picks, jagged.values(), jagged.weights_or_none())
+        picked_values, picked_weights = pick_segments(
+            jagged.lengths(), picks, jagged.values(), jagged.weights_or_none()
+        )
         values.append(picked_values)
         lengths.append(jagged.lengths()[picks])
         if picked_weights is not None:
