@@ -92,7 +92,7 @@ class StepPlan:
         tables: every table of the run.
         features: every lookup; features of one table are numbered in this order.
         placement: per table the owner of each row block, uint16 [num_blocks].
-        num_threads: of the native kernels; never changes results.
+        num_threads: of the native kernels, at most the store's; never changes results.
 
     Raises ConfigError when sizes, ranks or indices do not fit together.
     """

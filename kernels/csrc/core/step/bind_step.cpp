@@ -107,6 +107,8 @@ void bind_plan(nb::module_& m) {
       .def(
           "__init__",
           [](StepPlan* self, RowStore* store, int rank, int world_size, int num_threads) {
+            if (num_threads < 1 || static_cast<uint32_t>(num_threads) > store->num_threads())
+              throw std::invalid_argument("num_threads must be in [1, the store's num_threads]");
             new (self) StepPlan();
             self->store = store;
             self->rank = rank;

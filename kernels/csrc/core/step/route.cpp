@@ -143,8 +143,6 @@ RouteStatus Lookup::route(const BatchView& batch, bool is_training) {
   num_values_ = batch.num_values;
   weights_ = batch.weights;
   has_grads_ = false;
-  for (const Feature& feature : plan_->features)
-    if (feature.is_weighted && !batch.weights) throw std::invalid_argument("a weighted feature needs weights");
   if (batch.offsets_are_wide) {
     place_positions<int64_t>(batch);
     return batch.values_are_wide ? route_typed<int64_t, int64_t>(batch) : route_typed<int32_t, int64_t>(batch);
@@ -170,6 +168,8 @@ void Lookup::place_positions(const BatchView& batch) {
       feature_start_[f] = position;
       feature_count_[f] = last - first;
       value_start_[f] = first;
+      if (plan_->features[f].is_weighted && last > first && !batch.weights)
+        throw std::invalid_argument("feature " + std::to_string(f) + " is weighted but the batch has no weights");
       position += last - first;
     }
   }
