@@ -16,7 +16,7 @@ import pyarrow as pa
 import pyarrow.fs as pafs
 import pyarrow.parquet as pq
 
-from shoal.kernels.arrow import BatchConverter
+from shoal.kernels.columns import NativeColumns
 from shoal.kernels.errors import DataError, SchemaError
 from shoal.kernels.schema import DataFile, Schema
 
@@ -44,15 +44,27 @@ class Dataset:
     def num_rows(self) -> int:
         return sum(file.num_rows for file in self.files)
 
-    def read_row_group(self, path: str, index: int) -> pa.Table:
-        """One row group, declared columns only, cast to ``arrow_schema``. Raises DataError naming file and row group."""
+    def read_row_group(self, path: str, index: int, *, num_rows: int) -> pa.Table:
+        """One row group: the declared columns, as ``arrow_schema``.
+
+        Raises DataError naming file and row group when it cannot be read or does not hold ``num_rows`` rows.
+        """
         try:
             with pq.ParquetFile(path, filesystem=self.filesystem, pre_buffer=True) as file:
                 table = file.read_row_group(index, columns=self.arrow_schema.names, use_threads=False)
             table = table.select(self.arrow_schema.names)
-            return table if table.schema.equals(self.arrow_schema) else _cast(table, self.arrow_schema)
-        except (pa.ArrowException, OSError) as error:
+            # The file's own key-value metadata must not make its tables different from another file's.
+            table = table.replace_schema_metadata(None)
+            if not table.schema.equals(self.arrow_schema, check_metadata=True):
+                table = _cast(table, self.arrow_schema)
+        except (pa.ArrowException, OSError, KeyError) as error:
             raise DataError(f"{path}, row group {index}: cannot be read: {_one_line(error)}") from error
+        if table.num_rows != num_rows:
+            raise DataError(
+                f"{path}, row group {index} holds {table.num_rows} rows; it held {num_rows} when the run scanned it. "
+                "Do not rewrite the files of a running job"
+            )
+        return table
 
 
 def scan_dataset(
@@ -126,7 +138,7 @@ def read_footer(filesystem: pafs.FileSystem, path: str) -> tuple[tuple[int, ...]
 
 def unify_schemas(schemas: Iterable[tuple[str, pa.Schema]], schema: Schema) -> pa.Schema:
     """One type per declared column that holds every file's values. Raises SchemaError naming column and both files."""
-    converter = BatchConverter(schema)
+    columns = NativeColumns(schema)
     unified: dict[str, tuple[str, pa.DataType]] = {}
     seen: list[pa.Schema] = []
     first_path = ""
@@ -135,7 +147,7 @@ def unify_schemas(schemas: Iterable[tuple[str, pa.Schema]], schema: Schema) -> p
             continue
         if len(seen) < 64:
             seen.append(file_schema)
-        problems = converter.check_types(file_schema)
+        problems = columns.bind(file_schema)
         if problems:
             column, sentence = problems[0]
             before = unified.get(column)
@@ -154,7 +166,7 @@ def unify_schemas(schemas: Iterable[tuple[str, pa.Schema]], schema: Schema) -> p
             unified[column] = (before[0], common)
         first_path = first_path or path
     result = pa.schema([pa.field(column, unified[column][1]) for column in schema.columns])
-    problems = converter.check_types(result)
+    problems = columns.bind(result)
     assert not problems, f"types that fit alone do not fit together: {problems}"
     return result
 

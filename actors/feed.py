@@ -1,8 +1,8 @@
 """Where a rank's batches come from: the slice of global batch s that belongs to it (PROTOCOLS D; promise 3).
 
 ``LocalFeed`` reads the files in this process; ``RayFeed`` takes blocks from the Feeder actor. Both yield the same
-batches, prepared ahead by a thread. A step's batch depends on (order, step, rank, world size, shares) only, so a feed can
-be moved to any step and any slice at any time.
+batches, prepared ahead by a thread. A step's batch depends on (order, step, rank, world size, shares) only, so a feed
+can be moved to any step and any slice at any time.
 """
 
 from __future__ import annotations
@@ -263,6 +263,7 @@ class _PrefetchingFeed:
         timeout_s: float,
         source: str,
     ) -> None:
+        # The prefetcher's thread uses the rest from its first moment on.
         self._slicer = slicer
         self._next_step = start_step
         self._prefetcher = Prefetcher(
@@ -328,4 +329,81 @@ class LocalFeed(_PrefetchingFeed):
             prefetch_batches=prefetch_batches,
             timeout_s=timeout_s,
             source=f"reading {len(order.files)} files in this process",
+        )
+
+
+class RayFeed(_PrefetchingFeed):
+    """Batches from the blocks of the Feeder actor: one call a window, none a step."""
+
+    def __init__(
+        self,
+        feeder: Any,
+        order: DataOrder,
+        schema: Schema,
+        arrow_schema: pa.Schema,
+        *,
+        assignment: Assignment | None = None,
+        start_step: int = 0,
+        stop_step: int | None = None,
+        prefetch_batches: int = 4,
+        timeout_s: float = 120.0,
+    ) -> None:
+        """``feeder``: the actor handle of a ``shoal.platform.feeder.Feeder``; ``arrow_schema``: the data set's."""
+        self._feeder = feeder
+        self._timeout_s = timeout_s
+        #: The oldest step this rank may have to go back to; None: the one it takes next. Blocks before it are freed.
+        self.keep_from_step: int | None = None
+        slicer = Slicer(
+            order,
+            schema,
+            arrow_schema,
+            self._fetch,
+            by_lane=True,
+            assignment=assignment or Assignment(),
+            stop_step=stop_step,
+        )
+        super().__init__(
+            slicer,
+            start_step=start_step,
+            stop_step=stop_step,
+            prefetch_batches=prefetch_batches,
+            timeout_s=timeout_s,
+            source="blocks from the feeder actor",
+        )
+
+    def _fetch(self, window: WindowLike, lanes: tuple[int, ...]) -> list[pa.Table]:
+        """The blocks of a window, asked for until they are there or the deadline passes; lost ones are rebuilt."""
+        import ray
+        from ray.exceptions import ActorUnavailableError, GetTimeoutError, ObjectLostError
+
+        deadline = time.monotonic() + self._timeout_s
+        lost_version: int | None = None
+        while (left_s := deadline - time.monotonic()) > 0:
+            try:
+                reply = ray.get(self._ask(window, lanes, lost_version), timeout=left_s)
+                if reply is None:
+                    continue
+                version, refs = reply
+                return ray.get(refs, timeout=max(0.1, deadline - time.monotonic()))
+            except ObjectLostError:
+                lost_version = version
+            except ActorUnavailableError:
+                time.sleep(0.2)  # The feeder restarts; it rebuilds what it has lost.
+            except GetTimeoutError:
+                break
+        raise ExchangeTimeoutError(
+            f"the feeder did not deliver lanes {list(lanes)} of window {window.index}, epoch {window.epoch}, within "
+            f"{self._timeout_s:g} s"
+        )
+
+    def _ask(self, window: WindowLike, lanes: tuple[int, ...], lost_version: int | None) -> Any:
+        mine = self._slicer.assignment
+        return self._feeder.get_blocks.remote(
+            window.epoch,
+            window.index,
+            lanes,
+            rank=mine.rank,
+            world_size=mine.world_size,
+            keep_from_step=self._next_step if self.keep_from_step is None else self.keep_from_step,
+            lost_version=lost_version,
         )

@@ -15,21 +15,19 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
 from shoal.kernels import _arrow
 from shoal.kernels.batch import Batch
+from shoal.kernels.columns import NativeColumns
 from shoal.kernels.errors import RowError, SchemaError
-from shoal.kernels.schema import ID_KINDS, NULL_POLICIES, Schema, SparseColumn
+from shoal.kernels.schema import Schema
 
 if TYPE_CHECKING:
     import numpy as np
     import pyarrow as pa
-
-# Roles of columns; part of the native ABI.
-_LABEL, _WEIGHT, _DENSE, _SPARSE, _EXTRA = range(5)
 
 
 class Violation(NamedTuple):
@@ -43,7 +41,10 @@ class Violation(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Conversion:
-    """A batch and what was found in it: per column of the converter (rows) nulls, truncated ids and violations."""
+    """A batch and what was found in it.
+
+    ``counts`` is int64 [declared columns in the order of ``NativeColumns.names``, 3]: nulls, ids cut off, violations.
+    """
 
     batch: Batch
     counts: np.ndarray
@@ -81,35 +82,10 @@ class BatchConverter:
     """
 
     def __init__(self, schema: Schema, *, violations_max: int = 1) -> None:
-        schema.validate()
         self.schema = schema
-        self._specs = _column_specs(schema)
-        self._native = _arrow.Converter(
-            self._specs,
-            labels_are_binary=schema.label_kind == "binary",
-            missing_dense_is_zero=schema.dense_missing == "zero",
-            failures_max=violations_max,
-        )
+        self._columns = NativeColumns(schema, violations_max=violations_max)
         self._keys = schema.keys
         self._bound: pa.Schema | None = None
-
-    @property
-    def columns(self) -> list[str]:
-        """The declared columns in the order of ``Conversion.counts``."""
-        return [spec[0] for spec in self._specs]
-
-    def check_types(self, arrow_schema: pa.Schema) -> list[tuple[str, str]]:
-        """(column, what is wrong with its type) for every column that cannot play its role; [] if all can."""
-        self._bound = None
-        problems = []
-        for index, sentence in self._native.bind(arrow_schema.__arrow_c_schema__()):
-            name = self._specs[index][0]
-            at = arrow_schema.get_field_index(name)
-            found = f" (type {arrow_schema.field(at).type})" if at >= 0 else ""
-            problems.append((name, f"column {name!r}{found}: {sentence}"))
-        if not problems:
-            self._bound = arrow_schema
-        return problems
 
     def convert(self, table: pa.Table | pa.RecordBatch | Sequence[TablePart], *, position: int = 0) -> Batch:
         """The rows of a table, or of several parts of tables in order, as one Batch.
@@ -132,11 +108,13 @@ class BatchConverter:
         arrow_schema = table[0].table.arrow_schema
         assert all(part.table.arrow_schema.equals(arrow_schema) for part in table), "parts of different schemas"
         if self._bound is None or not arrow_schema.equals(self._bound):
-            problems = self.check_types(arrow_schema)
+            self._bound = None
+            problems = self._columns.bind(arrow_schema)
             if problems:
                 raise SchemaError("; ".join(sentence for _, sentence in problems))
-        values, offsets, weights, dense, labels, sample_weights, extras, counts, failures = self._native.convert(
-            [(part.table.native, part.start, part.stop) for part in table]
+            self._bound = arrow_schema
+        values, offsets, weights, dense, labels, sample_weights, extras, counts, failures = (
+            self._columns.native.convert([(part.table.native, part.start, part.stop) for part in table])
         )
         num_rows = labels.shape[0]
         features = KeyedJaggedTensor(
@@ -159,7 +137,7 @@ class BatchConverter:
 
     def _counters(self, counts: np.ndarray) -> dict[str, int]:
         counters: dict[str, int] = {}
-        for name, (nulls, truncated, _) in zip(self.columns, counts.tolist()):
+        for name, (nulls, truncated, _) in zip(self._columns.names, counts.tolist()):
             if nulls:
                 counters[f"{name}: nulls"] = counters.get(f"{name}: nulls", 0) + nulls
             if truncated:
@@ -167,7 +145,7 @@ class BatchConverter:
         return counters
 
     def _violation(self, column: int, kind: int, row: int, value: float, expected: int) -> Violation:
-        name, _, _, weights_column, *_ = self._specs[column]
+        name, weights_column = self._columns.names[column], self._columns.weights[column]
         kind_name, sentence = _VIOLATIONS[kind]
         if kind == 4 and self.schema.label_kind == "regression":
             sentence = "the label is {value}; it must be finite"
@@ -186,28 +164,3 @@ _VIOLATIONS = (
     ("bad sample weight", "the sample weight is {value}; it must be finite and >= 0"),
     ("null extra", "an extra column holds a null"),
 )
-
-
-def _column_specs(schema: Schema) -> list[tuple[Any, ...]]:
-    """One tuple per declared column: name, role, kind, weights column, max length, null policy, OOV id."""
-
-    def plain(name: str, role: int) -> tuple[Any, ...]:
-        return (name, role, 0, "", -1, 0, -1)
-
-    def sparse(feature: SparseColumn) -> tuple[Any, ...]:
-        return (
-            feature.source,
-            _SPARSE,
-            ID_KINDS.index(feature.kind),
-            feature.weights_column or "",
-            -1 if feature.max_length is None else feature.max_length,
-            NULL_POLICIES.index(feature.null_policy),
-            feature.oov_id,
-        )
-
-    specs = [plain(schema.label, _LABEL)]
-    if schema.weight is not None:
-        specs.append(plain(schema.weight, _WEIGHT))
-    specs += [plain(name, _DENSE) for name in schema.dense]
-    specs += [sparse(feature) for feature in schema.sparse]
-    return specs + [plain(name, _EXTRA) for name in schema.extras]

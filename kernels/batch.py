@@ -62,7 +62,7 @@ class Batch:
 
 
 def slice_rows(features: KeyedJaggedTensor, start: int, stop: int) -> KeyedJaggedTensor:
-    """Rows [start, stop) of every feature of a KeyedJaggedTensor with one stride; O(ids kept), no loop over features."""
+    """Rows [start, stop) of every feature of a KeyedJaggedTensor with one stride; O(ids kept), no loop over keys."""
     from shoal.kernels.jagged import KeyedJaggedTensor
 
     keys = features.keys()
