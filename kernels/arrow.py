@@ -23,6 +23,7 @@ from shoal.kernels import _arrow
 from shoal.kernels.batch import Batch
 from shoal.kernels.columns import NativeColumns
 from shoal.kernels.errors import RowError, SchemaError
+from shoal.kernels.jagged import KeyedJaggedTensor
 from shoal.kernels.schema import Schema
 
 if TYPE_CHECKING:
@@ -100,8 +101,6 @@ class BatchConverter:
 
     def inspect(self, table: pa.Table | pa.RecordBatch | Sequence[TablePart], *, position: int = 0) -> Conversion:
         """As ``convert``, but violations are returned rather than raised. Raises SchemaError for a type."""
-        from shoal.kernels.jagged import KeyedJaggedTensor
-
         if not isinstance(table, Sequence):
             arrow_table = ArrowTable(table)
             table = [TablePart(arrow_table, 0, arrow_table.num_rows)]

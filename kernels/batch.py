@@ -6,12 +6,10 @@ Shape letters: B rows, K sparse features, N ids.
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING
 
 import torch
 
-if TYPE_CHECKING:
-    from shoal.kernels.jagged import KeyedJaggedTensor
+from shoal.kernels.jagged import KeyedJaggedTensor
 
 
 @dataclasses.dataclass
@@ -63,8 +61,6 @@ class Batch:
 
 def slice_rows(features: KeyedJaggedTensor, start: int, stop: int) -> KeyedJaggedTensor:
     """Rows [start, stop) of every feature of a KeyedJaggedTensor with one stride; O(ids kept), no loop over keys."""
-    from shoal.kernels.jagged import KeyedJaggedTensor
-
     keys = features.keys()
     stride = features.stride()
     offsets = features.offsets().to(torch.int64)

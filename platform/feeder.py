@@ -1,9 +1,9 @@
 """The Feeder: one per run, it turns the data set into blocks (window, lane) in Ray's object store (PROTOCOLS D3, D4).
 
 A plain class that the launcher makes an actor; its methods may be called from several threads (the actor needs
-``max_concurrency`` of a few more than 1). One producer thread drives Ray Data and places blocks; a rank asks for its lanes of a window, once a window and never a
-step. Nothing here is state that cannot be rebuilt: a window that was freed, lost with a node, or never made by this
-incarnation is read again from (seed, epoch, window).
+``max_concurrency`` of a few more than 1). One producer thread drives Ray Data and places blocks; a rank asks for its
+lanes of a window, once a window and never a step. Nothing here is state that cannot be rebuilt: a window that was
+freed, lost with a node, or never made by this incarnation is read again from (seed, epoch, window).
 """
 
 from __future__ import annotations
@@ -176,11 +176,14 @@ class Feeder:
         self._reports[rank] = _Report(world_size, min(keep_from, asked), asked)
         if asked > self._newest:
             self._newest = asked
-        if len(self._reports) == world_size:
-            oldest = min(report.keep_from for report in self._reports.values())
-            for key in [key for key in self._blocks if key < oldest]:
-                del self._blocks[key]
+        for key in [key for key in self._blocks if self._is_done_with(key)]:
+            del self._blocks[key]
         self._changed.notify_all()
+
+    def _is_done_with(self, key: Key) -> bool:
+        """Whether every rank of the view has said that it never goes back to this window."""
+        world_size = next((report.world_size for report in self._reports.values()), -1)
+        return len(self._reports) == world_size and key < min(r.keep_from for r in self._reports.values())
 
     def _evict(self) -> None:
         """Over the byte bound, drop what is only kept for a rewind, the oldest first; it can be rebuilt."""
@@ -300,14 +303,19 @@ class Feeder:
         tables[result.group] = result.table
         if len(tables) == len(result.window.row_groups):
             del waiting[key]
-            arranged = arrange_window(self._order, result.window, tables, self._dataset.arrow_schema)
-            blocks = self._put(result.window, arranged)
+            with self._changed:
+                is_unwanted = key in self._blocks or self._is_done_with(key)
+            blocks = None
+            if not is_unwanted:
+                arranged = arrange_window(self._order, result.window, tables, self._dataset.arrow_schema)
+                blocks = self._put(result.window, arranged)
             with self._changed:
                 if generation != self._generation:
                     return False
                 self._is_warm = True
-                self._num_made += 1
-                self._blocks.setdefault(key, blocks)
+                if blocks is not None:
+                    self._num_made += 1
+                    self._blocks.setdefault(key, blocks)
                 self._made.add(key)
                 while _key(self._cursor) in self._made:
                     self._made.discard(_key(self._cursor))
