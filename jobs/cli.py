@@ -62,7 +62,7 @@ class Parser(argparse.ArgumentParser):
 
 def build_parser() -> argparse.ArgumentParser:
     """The parser of the whole command line."""
-    debug = argparse.ArgumentParser(add_help=False)
+    debug = Parser(add_help=False)
     text = "show the traceback of an error"
     debug.add_argument("--debug", action="store_true", default=argparse.SUPPRESS, help=text)
     parser = Parser(prog="shoal", description="Train large recommendation models on Ray.", parents=[debug])
