@@ -10,7 +10,12 @@ from typing import Literal
 
 from shoal.kernels.spec import DataType, OptimizerKind, OptimizerSpec, TableSpec, WeightDecayMode
 from shoal.platform.config_fields import Config, Problem, bounded
-from shoal.platform.placement import default_num_blocks
+
+#: Row blocks of a large or dynamic table that is sharded row-wise, unless configured.
+DEFAULT_NUM_BLOCKS = 64
+
+#: A table of fixed size gets no more blocks than keep this many ids in each, so that small tables cost little.
+MIN_IDS_PER_BLOCK = 256
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -174,7 +179,7 @@ class TableConfig(Config):
             init_min=_first(self.init_min, init_min, -bound),
             init_max=_first(self.init_max, init_max, bound),
             seed=seed,
-            num_blocks=self.num_blocks or (1 if self.is_table_wise else default_num_blocks(num_embeddings)),
+            num_blocks=self.num_blocks or _default_num_blocks(num_embeddings, self.is_table_wise),
         )
 
 
@@ -230,3 +235,12 @@ def _over(own: ConfigT, base: ConfigT) -> ConfigT:
 
 def _first(*values: typing.Any) -> typing.Any:
     return next((value for value in values if value is not None), None)
+
+
+def _default_num_blocks(num_embeddings: int, is_table_wise: bool) -> int:
+    if is_table_wise:
+        return 1
+    if num_embeddings == 0:
+        return DEFAULT_NUM_BLOCKS
+    wanted = max(1, num_embeddings // MIN_IDS_PER_BLOCK)
+    return min(DEFAULT_NUM_BLOCKS, 1 << (wanted.bit_length() - 1))
