@@ -1,0 +1,113 @@
+"""Recipes: functions that return one complete, typed job. Pure; ``dump_config`` writes them as job files."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from shoal.platform.config import (
+    CheckpointConfig,
+    DataConfig,
+    DenseOptimizerConfig,
+    JobConfig,
+    ModelConfig,
+    OptimizerConfig,
+    RunConfig,
+    ScalingConfig,
+    ScheduleConfig,
+    SparseColumnConfig,
+    TrainConfig,
+)
+
+
+def dlrm(
+    *,
+    folders: Mapping[str, str],
+    num_ids: Mapping[str, int],
+    dense: Sequence[str],
+    train_rows: int,
+    name: str,
+    storage_path: str,
+    seed: int = 0,
+    num_workers: int = 2,
+    batch_size: int = 2048,
+    epochs: int = 1,
+    lr: float = 0.05,
+    dense_lr: float = 1e-3,
+    embedding_dim: int = 16,
+    dense_arch: Sequence[int] = (64,),
+    over_arch: Sequence[int] = (64, 32),
+) -> JobConfig:
+    """DLRM with row-wise Adagrad on the tables and Adam on the rest, both rates falling linearly to 0.
+
+    Args:
+        folders: split (``train``, ``valid``, ``test``) -> folder of Parquet files.
+        num_ids: sparse feature -> number of embeddings of its table, SUM-pooled.
+        dense: dense columns.
+        train_rows: rows of the training split, from which the length of the schedule follows.
+        lr: of the tables.
+        dense_lr: of everything else.
+        others: as in the job file.
+    """
+    steps = epochs * -(-train_rows // batch_size)
+    args: dict[str, Any] = {
+        "tables": dict(num_ids),
+        "num_dense": len(dense),
+        "embedding_dim": embedding_dim,
+        "dense_arch": list(dense_arch),
+        "over_arch": list(over_arch),
+    }
+    return JobConfig(
+        model=ModelConfig(factory="shoal.jobs.models.dlrm:build", args=args),
+        data=DataConfig(
+            train=(folders["train"],),
+            eval=(folders["valid"],),
+            test=(folders["test"],),
+            dense=tuple(dense),
+            sparse=tuple(SparseColumnConfig(name=feature) for feature in num_ids),
+            batch_size=batch_size,
+        ),
+        train=TrainConfig(
+            epochs=epochs,
+            seed=seed,
+            schedule=ScheduleConfig(kind="linear", decay_steps=steps),
+            sparse_optimizer=OptimizerConfig(kind="rowwise_adagrad", lr=lr),
+            dense_optimizer=DenseOptimizerConfig(kind="adam", lr=dense_lr),
+            log_every_steps=max(1, steps // 6),
+            num_threads=1,
+        ),
+        scaling=ScalingConfig(num_workers=num_workers),
+        run=RunConfig(name=name, storage_path=storage_path, checkpoint=CheckpointConfig(num_to_keep=2)),
+    )
+
+
+def movielens(
+    *,
+    folders: Mapping[str, str],
+    num_ids: Mapping[str, int],
+    dense: Sequence[str],
+    train_rows: int,
+    name: str,
+    storage_path: str,
+    seed: int = 0,
+    num_workers: int = 2,
+) -> JobConfig:
+    """DLRM for MovieLens-100K. The settings were chosen by mean validation AUC over three splits, never by the test:
+    few, large batches and a falling rate regularise better here than weight decay or dropout."""
+    return dlrm(
+        folders=folders,
+        num_ids=num_ids,
+        dense=dense,
+        train_rows=train_rows,
+        name=name,
+        storage_path=storage_path,
+        seed=seed,
+        num_workers=num_workers,
+        batch_size=2048,
+        epochs=6,
+        lr=0.1,
+        dense_lr=1e-3,
+        embedding_dim=16,
+        dense_arch=(32,),
+        over_arch=(64,),
+    )
