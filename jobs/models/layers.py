@@ -38,7 +38,7 @@ def tables_from_args(tables: Mapping[str, Any], embedding_dim: int) -> list[Embe
 
 def _table(name: str, value: Any, embedding_dim: int) -> EmbeddingBagConfig:
     where = f"model.args.tables.{name}"
-    fields = {"num_embeddings": value} if isinstance(value, int) else value
+    fields: Any = {"num_embeddings": value} if isinstance(value, int) else value
     if not isinstance(fields, Mapping):
         raise ConfigError(f"{where} is {value!r}; it must be a number of embeddings or a mapping")
     for key in fields:
