@@ -80,7 +80,7 @@ class JaggedTensor(metaclass=JaggedTensorMeta):
 
     @staticmethod
     def empty_like(jt: "JaggedTensor", device: Optional[torch.device] = None) -> "JaggedTensor":
-        """Without a device: no bags, same dtypes and device. With one: uninitialised tensors of the same shapes there."""
+        """Without a device: no bags, same dtypes and device. With one: uninitialised tensors of the shapes there."""
         weights = jt.weights_or_none()
         if device is None:
             return JaggedTensor(

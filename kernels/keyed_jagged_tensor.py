@@ -45,8 +45,8 @@ class KeyedJaggedTensor(metaclass=JaggedTensorMeta):
         stride_per_key_per_rank: int [F, R] on the CPU (or nested lists): number of bags of each key from each rank.
         inverse_indices: (keys, int [F, B]): for VBE, the bag of each key that each of the B samples uses.
 
-    The other arguments are caches of the methods of the same name. TorchScript needs them, and needs methods to pass all
-    of them: while it compiles a method it does not know the constructor's defaults.
+    The other arguments are caches of the methods of the same name. TorchScript needs them, and needs methods to pass
+    all of them: while it compiles a method it does not know the constructor's defaults.
     """
 
     _fields = ["_values", "_weights", "_lengths", "_offsets", "_stride_per_key_per_rank", "_inverse_indices"]
@@ -399,14 +399,16 @@ class KeyedJaggedTensor(metaclass=JaggedTensorMeta):
             if segment == len(self._keys):
                 splits.append(self)
             else:
+                # As in TorchRec, an empty run has int32 lengths and no offset at all, whatever the dtypes of ours.
                 is_empty = segment == 0
+                nothing = torch.empty(0, dtype=torch.int32, device=self.device())
                 splits.append(
                     KeyedJaggedTensor(
                         keys=self._keys[start:end],
                         values=self._values[offsets[start] : offsets[end]],
                         weights=None if weights is None else weights[offsets[start] : offsets[end]],
-                        lengths=lengths[bags[start] : bags[end]],
-                        offsets=None,
+                        lengths=nothing if is_empty else lengths[bags[start] : bags[end]],
+                        offsets=nothing if is_empty else None,
                         stride=self._stride,
                         stride_per_key_per_rank=None if per_rank is None else per_rank[start:end, :],
                         stride_per_key=None,
@@ -627,7 +629,7 @@ class KeyedJaggedTensor(metaclass=JaggedTensorMeta):
         stride_per_rank: Optional[List[int]],
         stagger: int = 1,
     ) -> "KeyedJaggedTensor":
-        """From received ``dist_tensors`` of ``num_workers`` ranks, rank-major; ``recat`` puts them in key-major order."""
+        """From ``dist_tensors`` received of ``num_workers`` ranks, rank-major; ``recat`` makes them key-major."""
         assert len(tensors) in [2, 3, 4]
         lengths = tensors[0]
         values = tensors[1]

@@ -1,7 +1,7 @@
 """Table configs with TorchRec's names and fields, and their translation into the data plane's ``TableSpec``.
 
-Source of the fields: TorchRec 1.9.2, ``torchrec/modules/embedding_configs.py``. Fields that Shoal does not implement are
-accepted, so that TorchRec code runs, and refused by name in ``table_spec``, before anything is trained without them.
+Source of the fields: TorchRec 1.9.2, ``torchrec/modules/embedding_configs.py``. Fields that Shoal does not implement
+are accepted, so that TorchRec code runs, and refused by name in ``table_spec``, before anything is trained.
 """
 # TorchRec's schema test compares annotations literally, so the `typing` spellings stay.
 # ruff: noqa: UP006, UP035, UP045
