@@ -376,9 +376,7 @@ def _blank_batch(session: Session) -> Batch:
     keys = list(dict.fromkeys(feature.name for feature in session.model_tables.features))
     empty = torch.empty(0, dtype=torch.int64)
     kjt = KeyedJaggedTensor(keys=keys, values=empty, lengths=torch.empty(0, dtype=torch.int32))
-    return Batch(
-        dense_features=torch.empty(0, 0), sparse_features=kjt, labels=torch.empty(0), weights=None, extras={}, position=0
-    )
+    return Batch(dense_features=torch.empty(0, 0), sparse_features=kjt, labels=torch.empty(0))
 
 
 def _mix(seed: int, step: int, rank: int) -> int:

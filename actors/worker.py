@@ -83,7 +83,9 @@ class Worker:
     def __init__(self, worker_id: str, spec: WorkerSpec) -> None:
         self.worker_id = worker_id
         self.spec = spec
+        #: Set once the worker has joined a view; readable after the loop has ended.
         self.trainer: Trainer | None = None
+        self.shards: ShardHost | None = None
         self._lock = threading.Lock()
         self._records: list[Progress] = []
         self._parts: list[SnapshotPart] = []
@@ -200,7 +202,7 @@ class Worker:
                 timeout_s=spec.op_timeout_s,
             )
         )
-        host = ShardHost(self.model_tables.tables, view, rank, num_threads=spec.num_threads)
+        self.shards = host = ShardHost(self.model_tables.tables, view, rank, num_threads=spec.num_threads)
         plan = StepPlan(
             host.store,
             self.model_tables.tables,
@@ -232,7 +234,13 @@ class Worker:
         seat = Seat(rank=rank, world_size=view.world_size, shares=view.shares, start_step=start_step)
         feed = spec.train_feed(seat)
         writer = SnapshotWriter(
-            host, dense, spec.storage, spec.checkpoint_directory, view.epoch, spec.checkpoint_bytes_per_s, self._add_part
+            host,
+            dense,
+            spec.storage,
+            spec.checkpoint_directory,
+            view.epoch,
+            spec.checkpoint_bytes_per_s,
+            self._add_part,
         )
         eval_feed = spec.eval_feed
         trainer = Trainer(

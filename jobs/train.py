@@ -91,7 +91,7 @@ class ElasticTrainer:
         check_failure_config(getattr(run, "failure_config", None))
         self._build_model = _model_builder(model)
         self.config = JobConfig(
-            model=model if isinstance(model, ModelConfig) else ModelConfig(factory=model if isinstance(model, str) else ""),
+            model=_model_config(model),
             data=_config(DataConfig, data),
             train=_config(TrainConfig, train),
             tables=_config(TablesConfig, tables),
@@ -228,7 +228,8 @@ class _connected:
         except ConnectionError as error:
             from shoal.kernels.errors import ClusterError
 
-            raise ClusterError(f"cannot reach the Ray cluster at {choice.address}: {error}; try `shoal doctor`") from error
+            where = f"the Ray cluster at {choice.address}"
+            raise ClusterError(f"cannot reach {where}: {error}; try `shoal doctor`") from error
         self._is_ours = True
 
     def __exit__(self, *exc: object) -> None:
@@ -247,7 +248,14 @@ def _model_builder(model: Model) -> Callable[[], nn.Module]:
         return ClonedModel(model)
     if callable(model):
         return model
-    raise ConfigError(f"model is {model!r}; it must be an nn.Module, a function that builds one, or 'package.module:function'")
+    what = "an nn.Module, a function that builds one, or 'package.module:function'"
+    raise ConfigError(f"model is {model!r}; it must be {what}")
+
+
+def _model_config(model: Model) -> ModelConfig:
+    if isinstance(model, ModelConfig):
+        return model
+    return ModelConfig(factory=model if isinstance(model, str) else "")
 
 
 def _config(cls: type, value: Any) -> Any:

@@ -1,0 +1,128 @@
+"""Runs W workers in processes of their own, without Ray, and returns every row and dense tensor they end with."""
+
+from __future__ import annotations
+
+import dataclasses
+import multiprocessing as mp
+import traceback
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from shoal.actors.groups import host_store
+from shoal.actors.messages import Member, View, WorkerPhase
+from shoal.actors.worker import Worker, WorkerSpec
+from shoal.platform.placement import plan_placement
+
+
+@dataclasses.dataclass
+class Outcome:
+    """What one case ended with."""
+
+    #: Table -> {id: (weights, optimizer slots, count)} as lists of Python numbers' bytes.
+    rows: dict[str, dict[int, tuple[bytes, bytes, int]]]
+    dense: dict[str, Any]
+    summary: Mapping[str, Any] | None
+    records: list[Any]
+    collectives: int
+    errors: list[str | None]
+
+
+def make_view(worker: Worker, world: int, *, run: str, epoch: int, store: tuple[str, int], transport: str) -> View:
+    """View of ``world`` workers on one host, tables placed by the production planner."""
+    tables = worker.model_tables.tables
+    loads = plan_placement(tables, world)
+    members = tuple(Member(rank=r, worker_id=str(r), host="here", share=1.0 / world) for r in range(world))
+    return View(
+        run=run,
+        epoch=epoch,
+        members=members,
+        placement={load.table: load.owners for load in loads},
+        transport=transport,
+        store_host=store[0],
+        store_port=store[1],
+    )
+
+
+def run_one(spec: WorkerSpec, rank: int, world: int, epoch: int, store: tuple[str, int], transport: str) -> dict[str, Any]:
+    """One rank of one case, to its end."""
+    worker = Worker(str(rank), spec)
+    worker.prepare("here")
+    worker.start(make_view(worker, world, run=spec.run, epoch=epoch, store=store, transport=transport), rank)
+    worker.join(120)
+    poll = worker.poll()
+    result: dict[str, Any] = {"error": poll.status.error, "summary": poll.summary, "records": list(poll.records)}
+    if poll.status.phase is not WorkerPhase.FINISHED:
+        result["error"] = result["error"] or f"rank {rank} stands at {poll.status}"
+        return result
+    assert worker.shards is not None and worker.trainer is not None
+    rows: dict[str, dict[int, tuple[bytes, bytes, int]]] = {}
+    for index, table in enumerate(worker.model_tables.tables):
+        mine = rows[table.name] = {}
+        for block in worker.shards.owned[table.name]:
+            part = worker.shards.store.export_block(index, block)
+            for i, row_id in enumerate(part.ids.tolist()):
+                mine[row_id] = (
+                    part.weights[i].float().numpy().tobytes(),
+                    part.slots[i].numpy().tobytes(),
+                    int(part.count[i]),
+                )
+    result["rows"] = rows
+    result["dense"] = {name: t.numpy().copy() for name, t in worker.trainer.dense.state_tensors().items()}
+    result["collectives"] = worker.trainer.session.exchange.num_collectives()
+    return result
+
+
+def _rank_main(rank: int, world: int, cases: Sequence[WorkerSpec], store: tuple[str, int], transport: str, out: Any) -> None:
+    for epoch, spec in enumerate(cases):
+        try:
+            out.put((rank, epoch, run_one(spec, rank, world, epoch, store, transport)))
+        except BaseException:
+            out.put((rank, epoch, {"error": traceback.format_exc(), "summary": None, "records": []}))
+
+
+def run_world(world: int, cases: Sequence[WorkerSpec], *, transport: str = "auto", timeout_s: float = 300) -> list[Outcome]:
+    """Every case on ``world`` ranks; 0 runs one rank in this process. Cases share the processes, one epoch each."""
+    if world <= 1:
+        answers = {(0, e): run_one(spec, 0, 1, e, ("", 0), transport) for e, spec in enumerate(cases)}
+        return [_merge([answers[(0, e)]]) for e in range(len(cases))]
+    keep, host, port = host_store()
+    context = mp.get_context("spawn")
+    queue = context.Queue()
+    processes = [
+        context.Process(target=_rank_main, args=(rank, world, cases, (host, port), transport, queue), daemon=True)
+        for rank in range(world)
+    ]
+    for process in processes:
+        process.start()
+    answers = {}
+    try:
+        for _ in range(world * len(cases)):
+            rank, epoch, result = queue.get(timeout=timeout_s)
+            answers[(rank, epoch)] = result
+    finally:
+        for process in processes:
+            process.join(20)
+            if process.is_alive():
+                process.kill()
+                process.join()
+        queue.close()
+        del keep
+    return [_merge([answers[(rank, e)] for rank in range(world)]) for e in range(len(cases))]
+
+
+def _merge(results: Sequence[dict[str, Any]]) -> Outcome:
+    rows: dict[str, dict[int, tuple[bytes, bytes, int]]] = {}
+    for result in results:
+        for table, mine in result.get("rows", {}).items():
+            target = rows.setdefault(table, {})
+            assert not target.keys() & mine.keys(), "two ranks own a row"
+            target.update(mine)
+    first = results[0]
+    return Outcome(
+        rows=rows,
+        dense=first.get("dense", {}),
+        summary=first["summary"],
+        records=first["records"],
+        collectives=first.get("collectives", 0),
+        errors=[result["error"] for result in results],
+    )
