@@ -1,0 +1,61 @@
+"""Promises 1 and 3 through the real worker, feed, store and exchange: parity with plain torch for every world size."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+import parity
+import world as worlds
+
+from shoal.kernels.spec import OptimizerKind, OptimizerSpec
+
+OPTIMIZERS = {
+    "sgd": OptimizerSpec(kind=OptimizerKind.SGD, lr=0.1),
+    "adagrad": OptimizerSpec(kind=OptimizerKind.ADAGRAD, lr=0.05),
+    "rowwise_adagrad": OptimizerSpec(kind=OptimizerKind.ROWWISE_ADAGRAD, lr=0.05),
+    "adam": OptimizerSpec(kind=OptimizerKind.ADAM, lr=0.01, eps=1e-6),
+}
+STEPS = 50
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory):
+    folder = parity.write_data(tmp_path_factory.mktemp("data") / "train")
+    return parity.source_of(parity.job_config(folder, max_steps=STEPS))
+
+
+@pytest.fixture(scope="module")
+def oracles(source):
+    torch.set_num_threads(1)
+    return {name: parity.oracle(source, optimizer, STEPS) for name, optimizer in OPTIMIZERS.items()}
+
+
+def assert_close(outcome: worlds.Outcome, expected: dict, optimizer: OptimizerSpec) -> None:
+    """Weights, optimizer state and dense parameters within 1e-5 relative (promise 1)."""
+    assert outcome.errors == [None] * len(outcome.errors), outcome.errors
+    for table, (weights, slots, touched) in expected["tables"].items():
+        found = outcome.rows[table]
+        assert set(found) == set(torch.nonzero(touched).reshape(-1).tolist()), f"{table}: other rows exist"
+        for row_id, (weight_bytes, slot_bytes, _) in found.items():
+            weight = np.frombuffer(weight_bytes, dtype=np.float32)
+            np.testing.assert_allclose(weight, weights[row_id].numpy(), rtol=1e-5, atol=2e-6, err_msg=f"{table} {row_id}")
+            slot = np.frombuffer(slot_bytes, dtype=np.float32)
+            np.testing.assert_allclose(slot, slots[row_id].numpy(), rtol=2e-5, atol=1e-7, err_msg=f"{table} {row_id}")
+    for name, value in expected["dense"].items():
+        np.testing.assert_allclose(outcome.dense[f"model.over.{name}"], value, rtol=1e-5, atol=2e-6, err_msg=name)
+
+
+@pytest.mark.parametrize("num_workers", [1, 2, 3, 4])
+@pytest.mark.timeout(400)
+def test_training_equals_plain_torch_at_any_world_size(num_workers, source, oracles, tmp_path):
+    specs = [parity.worker_spec(f"p{n}", source, o, tmp_path, checkpoint_at_end=False) for n, o in OPTIMIZERS.items()]
+    outcomes = worlds.run_world(num_workers, specs)
+    for (name, optimizer), outcome in zip(OPTIMIZERS.items(), outcomes):
+        assert_close(outcome, oracles[name], optimizer)
