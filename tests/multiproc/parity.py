@@ -86,7 +86,7 @@ def write_data(folder: Path, num_rows: int = 700, num_files: int = 3, seed: int 
     return folder
 
 
-def job_config(folder: Path, *, batch_size: int = 50, max_steps: int = 50, epochs: int = 10, seed: int = 1) -> JobConfig:
+def job_config(folder: Path, *, batch_size: int = 50, max_steps: int = 50, epochs: int = 10) -> JobConfig:
     return JobConfig(
         data=DataConfig(
             train=(str(folder),),
@@ -96,7 +96,7 @@ def job_config(folder: Path, *, batch_size: int = 50, max_steps: int = 50, epoch
             batch_size=batch_size,
             window_rows=200,
         ),
-        train=TrainConfig(epochs=epochs, max_steps=max_steps, seed=seed),
+        train=TrainConfig(epochs=epochs, max_steps=max_steps, seed=1),
     )
 
 
@@ -228,7 +228,8 @@ def oracle(source: Source, optimizer: OptimizerSpec, num_steps: int, world_for_s
         loss.backward()
         dense.step()
         ids = {
-            config.name: torch.cat([batch.sparse_features[f].values() for f in config.feature_names]) for config in configs
+            config.name: torch.cat([batch.sparse_features[f].values() for f in config.feature_names])
+            for config in configs
         }
         for name, spec in specs.items():
             rows = ids[name].unique()

@@ -45,9 +45,10 @@ def assert_close(outcome: worlds.Outcome, expected: dict, optimizer: OptimizerSp
         assert set(found) == set(torch.nonzero(touched).reshape(-1).tolist()), f"{table}: other rows exist"
         for row_id, (weight_bytes, slot_bytes, _) in found.items():
             weight = np.frombuffer(weight_bytes, dtype=np.float32)
-            np.testing.assert_allclose(weight, weights[row_id].numpy(), rtol=1e-5, atol=2e-6, err_msg=f"{table} {row_id}")
+            where = f"{table} {row_id}"
+            np.testing.assert_allclose(weight, weights[row_id].numpy(), rtol=1e-5, atol=2e-6, err_msg=where)
             slot = np.frombuffer(slot_bytes, dtype=np.float32)
-            np.testing.assert_allclose(slot, slots[row_id].numpy(), rtol=2e-5, atol=1e-7, err_msg=f"{table} {row_id}")
+            np.testing.assert_allclose(slot, slots[row_id].numpy(), rtol=2e-5, atol=1e-7, err_msg=where)
     for name, value in expected["dense"].items():
         np.testing.assert_allclose(outcome.dense[f"model.over.{name}"], value, rtol=1e-5, atol=2e-6, err_msg=name)
 

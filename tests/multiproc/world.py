@@ -43,7 +43,10 @@ def make_view(worker: Worker, world: int, *, run: str, epoch: int, store: tuple[
     )
 
 
-def run_one(spec: WorkerSpec, rank: int, world: int, epoch: int, store: tuple[str, int], transport: str) -> dict[str, Any]:
+Store = tuple[str, int]
+
+
+def run_one(spec: WorkerSpec, rank: int, world: int, epoch: int, store: Store, transport: str) -> dict[str, Any]:
     """One rank of one case, to its end."""
     worker = Worker(str(rank), spec)
     worker.prepare("here")
@@ -72,7 +75,7 @@ def run_one(spec: WorkerSpec, rank: int, world: int, epoch: int, store: tuple[st
     return result
 
 
-def _rank_main(rank: int, world: int, cases: Sequence[WorkerSpec], store: tuple[str, int], transport: str, out: Any) -> None:
+def _rank_main(rank: int, world: int, cases: Sequence[WorkerSpec], store: Store, transport: str, out: Any) -> None:
     for epoch, spec in enumerate(cases):
         try:
             out.put((rank, epoch, run_one(spec, rank, world, epoch, store, transport)))
@@ -80,7 +83,9 @@ def _rank_main(rank: int, world: int, cases: Sequence[WorkerSpec], store: tuple[
             out.put((rank, epoch, {"error": traceback.format_exc(), "summary": None, "records": []}))
 
 
-def run_world(world: int, cases: Sequence[WorkerSpec], *, transport: str = "auto", timeout_s: float = 300) -> list[Outcome]:
+def run_world(
+    world: int, cases: Sequence[WorkerSpec], *, transport: str = "auto", timeout_s: float = 300
+) -> list[Outcome]:
     """Every case on ``world`` ranks; 0 runs one rank in this process. Cases share the processes, one epoch each."""
     if world <= 1:
         answers = {(0, e): run_one(spec, 0, 1, e, ("", 0), transport) for e, spec in enumerate(cases)}

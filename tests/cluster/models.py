@@ -1,0 +1,34 @@
+"""A model for the cluster tests, importable in workers by its path."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from shoal.actors.embedding import EmbeddingBagCollection
+from shoal.kernels.batch import Batch
+from shoal.kernels.tables import EmbeddingBagConfig
+
+
+class Clicks(nn.Module):
+    """Two tables and a linear layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bags = EmbeddingBagCollection(
+            tables=[
+                EmbeddingBagConfig(name=name, num_embeddings=n, embedding_dim=8, feature_names=[name])
+                for name, n in (("user", 500), ("item", 800))
+            ]
+        )
+        self.over = nn.Linear(16 + 3, 1)
+
+    def forward(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        pooled = self.bags(batch.sparse_features).values()
+        logits = self.over(torch.cat([pooled, batch.dense_features], dim=1)).squeeze(1)
+        losses = nn.functional.binary_cross_entropy_with_logits(logits, batch.labels, reduction="none")
+        return losses, torch.sigmoid(logits)
+
+
+def build() -> nn.Module:
+    return Clicks()

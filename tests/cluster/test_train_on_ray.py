@@ -1,0 +1,104 @@
+"""The whole run on a local Ray cluster: same numbers as in one process, resume, clean end, clear failures."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "multiproc"))
+sys.path.insert(0, str(Path(__file__).parent))
+
+import parity
+
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory) -> Path:
+    return parity.write_data(tmp_path_factory.mktemp("data") / "train")
+
+
+def trainer(data: Path, folder: Path, *, workers: int, max_steps: int = 24, name: str = "run", **run):
+    import models
+
+    import shoal
+
+    return shoal.ElasticTrainer(
+        model=models.build,
+        data={
+            "train": [str(data)],
+            "eval": [str(data)],
+            "weight": "weight",
+            "dense": ["d0", "d1", "d2"],
+            "sparse": ["user", "item"],
+            "batch_size": 64,
+            "window_rows": 200,
+        },
+        train={"epochs": 5, "max_steps": max_steps, "lr": 0.05, "log_every_steps": 8},
+        scaling={"num_workers": workers},
+        run={"name": name, "storage_path": str(folder), **run},
+    )
+
+
+def actors_of(run: str) -> list[str]:
+    import ray
+
+    return [a["name"] for a in ray.util.list_named_actors(all_namespaces=True) if f":{run}:" in a["name"]]
+
+
+def test_stdlib_platform_is_intact_in_a_worker_started_from_the_root(local_ray):
+    import ray
+
+    root = Path(__file__).resolve().parents[2]
+
+    @ray.remote(num_cpus=0, runtime_env={"env_vars": {"PYTHONPATH": str(root)}})
+    def system() -> str:
+        import os
+        import platform
+
+        os.chdir(root)
+        return platform.system()
+
+    assert ray.get(system.remote(), timeout=60) == __import__("platform").system()
+
+
+def test_two_workers_train_like_one_process_and_leave_nothing_behind(local_ray, data, tmp_path):
+    alone = trainer(data, tmp_path / "a", workers=0).fit()
+    spread = trainer(data, tmp_path / "b", workers=2).fit()
+    assert alone.steps == spread.steps == 24
+    for name in ("eval/auc", "eval/log_loss", "loss"):
+        assert spread.metrics[name] == pytest.approx(alone.metrics[name], rel=1e-4), name
+    assert actors_of("run") == []
+    assert spread.checkpoint is not None and "step-00000024" in spread.checkpoint
+
+
+def test_run_resumes_on_another_world_size(local_ray, data, tmp_path):
+    trainer(data, tmp_path, workers=0, max_steps=12).fit()
+    resumed = trainer(data, tmp_path, workers=2, max_steps=24).fit()
+    whole = trainer(data, tmp_path / "whole", workers=0, max_steps=24).fit()
+    assert resumed.steps == 24
+    assert resumed.metrics["eval/log_loss"] == pytest.approx(whole.metrics["eval/log_loss"], rel=1e-4)
+
+
+def test_killed_worker_ends_the_run_with_its_name(local_ray, data, tmp_path):
+    import signal
+
+    import ray
+
+    from shoal.actors.runtime import NAMESPACE
+    from shoal.kernels.errors import ShoalError
+
+    pids: list[int] = []
+
+    def kill_one(item) -> None:
+        if getattr(item, "step", 0) >= 8 and not pids:
+            name = next(n for n in actors_of("victim") if "worker-1" in n)
+            pids.append(ray.get(ray.get_actor(name, namespace=NAMESPACE).poll.remote()).status.pid)
+            os.kill(pids[0], signal.SIGKILL)
+
+    with pytest.raises(ShoalError, match="worker 1"):
+        trainer(data, tmp_path, workers=2, max_steps=5000, name="victim").fit(on_record=kill_one)
+    assert actors_of("victim") == []
