@@ -37,7 +37,8 @@ class ShardHost:
     def __init__(self, tables: Sequence[TableSpec], view: View, rank: int, *, num_threads: int) -> None:
         self.tables = tuple(tables)
         self.rank = rank
-        self.store = RowStore(self.tables, num_threads=num_threads)
+        # No undo log: a failed step ends the run, and a skipped one never reaches the rows.
+        self.store = RowStore(self.tables, num_threads=num_threads, undo_steps=0)
         self.owned: dict[str, tuple[int, ...]] = {}
         for index, table in enumerate(self.tables):
             blocks = tuple(b for b, owner in enumerate(view.placement[table.name]) if owner == rank)

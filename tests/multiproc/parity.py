@@ -19,7 +19,7 @@ from shoal.actors.embedding import EmbeddingBagCollection, EmbeddingCollection
 from shoal.actors.trainer import LoopSpec
 from shoal.actors.worker import Seat, WorkerSpec
 from shoal.kernels.batch import Batch
-from shoal.kernels.hashing import initial_rows
+from shoal.kernels.rowstore import initial_rows
 from shoal.kernels.spec import OptimizerKind, OptimizerSpec, PoolingType, TableSpec
 from shoal.kernels.tables import EmbeddingBagConfig, EmbeddingConfig, table_seed
 from shoal.platform.config import DataConfig, JobConfig, TrainConfig
@@ -209,7 +209,7 @@ def oracle(source: Source, optimizer: OptimizerSpec, num_steps: int, world_for_s
     configs = [*model.bags.embedding_bag_configs(), *model.sequence.embedding_configs()]
     specs = {config.name: make(config) for config in configs}
     weights = {
-        name: torch.as_tensor(initial_rows(spec, np.arange(spec.num_embeddings))).clone().requires_grad_(True)
+        name: initial_rows(spec, torch.arange(spec.num_embeddings)).requires_grad_(True)
         for name, spec in specs.items()
     }
     model.bags = _PlainBags(model.bags.embedding_bag_configs(), weights)  # type: ignore[assignment]
