@@ -143,7 +143,7 @@ class Session:
         self.plan = plan
         self.exchange = exchange
         self.clock = PhaseClock()
-        self.dense_reducer: DenseReducer | None = None
+        self._dense_reducer: DenseReducer | None = None
         self._free: list[Lookup] = []
         self._rounds: list[_Round] = []
         self._pool = _OutputPool()
@@ -322,8 +322,7 @@ class Session:
         if len(bad) < np.count_nonzero(exchange.statuses):
             self._settle(exchange.statuses, status, error)
         if dense_grad is not None:
-            reducer.reduce(sources[-1], dense_grad, self.exchange, self._step)
-            self.clock.mark("B")
+            self._reduce_dense(reducer, dense_grad, sources[-1])
         if bad:
             self._discard_rounds()
             self.exchange.applied = self._step
@@ -398,9 +397,21 @@ class Session:
 
     def _reducer(self, dense_grad: Tensor | None) -> DenseReducer:
         size = 0 if dense_grad is None else dense_grad.numel()
-        if self.dense_reducer is None or self.dense_reducer.num_elements != size:
-            self.dense_reducer = DenseReducer(size, rank=self.exchange.identity.rank, world_size=self.exchange.identity.world_size)
-        return self.dense_reducer
+        if self._dense_reducer is None or self._dense_reducer.num_elements != size:
+            identity = self.exchange.identity
+            self._dense_reducer = DenseReducer(size, identity.rank, identity.world_size)
+        return self._dense_reducer
+
+    def _reduce_dense(self, reducer: DenseReducer, dense_grad: Tensor, sources: np.ndarray) -> None:
+        """Sum the received dense gradients in rank order; large ones in slices, which a second round brings together."""
+        reducer.read(dense_grad, sources)
+        if reducer.is_sliced:
+            gather = self.exchange.round(
+                Kind.DENSE, self._step, reducer.gather_out_bytes[None, :], reducer.gather_in_bytes[None, :]
+            )
+            reducer.gather_write(dense_grad, gather.send_addresses[0])
+            reducer.gather_read(dense_grad, gather.run()[0])
+        self.clock.mark("B")
 
     def _describe_bad_id(self, route) -> str:  # type: ignore[no-untyped-def]
         feature = self.model_tables.features[route.bad_feature]
