@@ -41,6 +41,16 @@ class TableLoad:
     reason: str
 
 
+def default_num_blocks(num_embeddings: int) -> int:
+    """Row blocks of a table nobody configured: 64, fewer where a block would hold under 256 rows; a power of two."""
+    if num_embeddings == 0:
+        return 64
+    blocks = 1
+    while blocks < 64 and num_embeddings // (blocks * 2) >= 256:
+        blocks *= 2
+    return blocks
+
+
 def table_bytes(spec: TableSpec) -> int:
     """Upper bound of a table's resident bytes when every row has been touched."""
     rows = spec.num_embeddings or DYNAMIC_ROWS_ESTIMATE

@@ -8,11 +8,7 @@ from hypothesis import strategies as st
 
 from shoal.kernels.errors import PlanError
 from shoal.kernels.spec import TableSpec
-from shoal.platform.placement import ShardingType, plan_placement, table_bytes
-
-
-def default_num_blocks(num_embeddings: int) -> int:
-    return min(64, 1 << max(0, (num_embeddings // 1024).bit_length() - 1))
+from shoal.platform.placement import ShardingType, default_num_blocks, plan_placement, table_bytes
 
 
 def _tables(sizes: list[int]) -> list[TableSpec]:
@@ -48,3 +44,7 @@ def test_impossible_plan_names_table_and_bytes():
     with pytest.raises(PlanError, match=r"'t1'.*bytes free: worker 0: 1000000, worker 1: 1000000"):
         plan_placement(tables, 2, memory_bytes_per_worker=10**6)  # invariant 4
     assert plan_placement(tables, 2, memory_bytes_per_worker=table_bytes(tables[1]))
+
+
+def test_small_tables_get_few_blocks_and_dynamic_ones_many():
+    assert default_num_blocks(0) == 64 and default_num_blocks(1) == 1 and default_num_blocks(10**9) == 64
