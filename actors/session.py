@@ -265,7 +265,7 @@ class Session:
     def _pool_outputs(self, round_: _Round, sources: np.ndarray, sequence: int) -> None:
         """Pool the received rows into tensors that autograd starts from."""
         lookup, outputs = round_.lookup, []
-        counts = lookup.feature_counts() if self._has_sequences else None
+        counts = lookup.native.feature_counts() if self._has_sequences else None
         for index, spec in enumerate(self.plan.outputs):
             rows = round_.kjt.stride() if counts is None or not spec.is_sequence else int(counts[spec.features[0]])
             outputs.append(self._pool.take((sequence, index), rows, spec.width))
