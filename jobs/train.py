@@ -19,9 +19,17 @@ from shoal.actors.messages import Progress as EvalRecord
 from shoal.jobs.progress import Progress
 from shoal.kernels.errors import ConfigError
 from shoal.platform.cluster_choice import choose_cluster
-from shoal.platform.config import DataConfig, JobConfig, ModelConfig, TablesConfig, TrainConfig
+from shoal.platform.config import (
+    DataConfig,
+    JobConfig,
+    ModelConfig,
+    RunConfig,
+    ScalingConfig,
+    TablesConfig,
+    TrainConfig,
+)
 from shoal.platform.config_file import dump_config
-from shoal.platform.config_ray import check_failure_config, run_config, scaling_config
+from shoal.platform.config_ray import run_config, scaling_config
 from shoal.platform.controller import RunReport
 from shoal.platform.job import FactoryModel, Source, make_plan, open_source
 from shoal.platform.launch import ClusterSpec, run_in_process, run_on_ray
@@ -88,15 +96,14 @@ class ElasticTrainer:
         scaling: Any = None,
         run: Any = None,
     ) -> None:
-        check_failure_config(getattr(run, "failure_config", None))
         self._build_model = _model_builder(model)
         self.config = JobConfig(
             model=_model_config(model),
             data=_config(DataConfig, data),
             train=_config(TrainConfig, train),
             tables=_config(TablesConfig, tables),
-            scaling=scaling_config(scaling),
-            run=run_config(run),
+            scaling=_config(ScalingConfig, scaling, scaling_config),
+            run=_config(RunConfig, run, run_config),
         )
         self.config.validate()
 
@@ -258,9 +265,12 @@ def _model_config(model: Model) -> ModelConfig:
     return ModelConfig(factory=model if isinstance(model, str) else "")
 
 
-def _config(cls: type, value: Any) -> Any:
+def _config(cls: type, value: Any, from_ray: Callable[[Any], Any] | None = None) -> Any:
+    """``value`` as an object of ``cls``: one already, a mapping of its fields, None, or ray.train's own class."""
     from shoal.platform.config_fields import build
 
     if value is None:
         return cls()
-    return value if isinstance(value, cls) else build(cls, value)
+    if isinstance(value, Mapping):
+        return build(cls, value)
+    return value if from_ray is None or isinstance(value, cls) else from_ray(value)
