@@ -11,8 +11,9 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Protocol, TypeVar
 
 import numpy as np
@@ -28,7 +29,8 @@ from shoal.kernels.spec import TableSpec
 
 T = TypeVar("T")
 
-_READ_BYTES = 4 * 2**20
+_READ_BYTES = 2**20
+_NUM_READERS = 2
 
 
 class ObjectReader(Protocol):
@@ -87,8 +89,11 @@ def load_rows(
     return LoadReport(num_rows, read_bytes)
 
 
-def read_checked(storage: ObjectReader, directory: str, entry: FileEntry) -> Tensor:
-    """The whole file as uint8 [size]. CheckpointError if it is missing, of another size or fails its checksum."""
+def read_checked(storage: ObjectReader, directory: str, entry: FileEntry, buffer: Tensor | None = None) -> Tensor:
+    """The whole file as uint8 [size], in ``buffer`` (uint8, at least that long) if one is given.
+
+    Raises CheckpointError if it is missing, of another size or fails its checksum.
+    """
     path = f"{directory}/{entry.path}"
 
     def attempt() -> tuple[Tensor, int, str]:
@@ -96,7 +101,7 @@ def read_checked(storage: ObjectReader, directory: str, entry: FileEntry) -> Ten
             size = stream.size()
             if size != entry.size_bytes:
                 return torch.empty(0, dtype=torch.uint8), size, ""
-            data = torch.empty(size, dtype=torch.uint8)
+            data = torch.empty(size, dtype=torch.uint8) if buffer is None else buffer[:size]
             view = memoryview(data.numpy())  # type: ignore[arg-type]
             checksum = Checksum()
             start = 0
@@ -197,13 +202,24 @@ def _empty_rows(spec: TableSpec) -> RowSlice:
 def _read_ahead(
     parts: Sequence[FileEntry], storage: ObjectReader, directory: str
 ) -> Iterator[tuple[FileEntry, Tensor]]:
-    """Checked parts in order; the next one is being read while the caller uses this one."""
-    with ThreadPoolExecutor(max_workers=1, thread_name_prefix="shoal-restore") as pool:
-        upcoming = iter(parts)
-        entry = next(upcoming, None)
-        future = pool.submit(read_checked, storage, directory, entry) if entry else None
-        while entry is not None and future is not None:
-            current, data = entry, future.result()
+    """Checked parts in order; the next two are being read while the caller uses this one.
+
+    The buffers are used again (fresh memory costs more than the copy into it), so what is yielded is valid until the
+    next one is asked for.
+    """
+    upcoming = iter(parts)
+    longest = max((entry.size_bytes for entry in parts), default=0)
+    pending: deque[tuple[FileEntry, Tensor, Future[Tensor]]] = deque()
+    with ThreadPoolExecutor(max_workers=_NUM_READERS, thread_name_prefix="shoal-restore") as pool:
+
+        def submit(buffer: Tensor) -> None:
             entry = next(upcoming, None)
-            future = pool.submit(read_checked, storage, directory, entry) if entry else None
-            yield current, data
+            if entry is not None:
+                pending.append((entry, buffer, pool.submit(read_checked, storage, directory, entry, buffer)))
+
+        for _ in range(min(_NUM_READERS + 1, len(parts))):
+            submit(torch.empty(longest, dtype=torch.uint8))
+        while pending:
+            entry, buffer, future = pending.popleft()
+            yield entry, future.result()
+            submit(buffer)

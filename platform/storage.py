@@ -145,7 +145,10 @@ class Storage:
     def open_input(self, path: str) -> Iterator[Any]:
         """A sequential reader (``read``, ``readinto``, ``size()``). Wrap its use in ``retrying``."""
         filesystem, root = self._opened
-        with filesystem.open_input_file(_join(root, path)) as stream:
+        target = _join(root, path)
+        if self.is_local:
+            _read_ahead(target)
+        with filesystem.open_input_file(target) as stream:
             yield stream
 
     def size_bytes(self, path: str) -> int | None:
@@ -254,6 +257,16 @@ def _make_dirs(path: str) -> None:
     with contextlib.suppress(FileExistsError):
         os.mkdir(path)
     _fsync(parent)
+
+
+def _read_ahead(path: str) -> None:
+    """Ask the kernel to start reading the whole file: its own read-ahead is too short for a fast disk."""
+    if hasattr(os, "posix_fadvise"):
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_WILLNEED)
+        finally:
+            os.close(descriptor)
 
 
 def _fsync(path: str) -> None:

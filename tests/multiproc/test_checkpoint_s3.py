@@ -128,12 +128,9 @@ class Blocks:
         return self.rows[table, block]
 
     def import_block(self, table: int, block: int, rows: RowSlice, replace: bool = True) -> None:
-        old = self.rows.get((table, block))
-        if replace or old is None:
-            self.rows[table, block] = rows
-        else:
-            names = ("ids", "weights", "slots", "last_step", "count")
-            self.rows[table, block] = RowSlice(*(torch.cat([getattr(old, n), getattr(rows, n)]) for n in names))
+        kept = [] if replace else [self.rows[table, block]]
+        names = ("ids", "weights", "slots", "last_step", "count")
+        self.rows[table, block] = RowSlice(*(torch.cat([getattr(r, n) for r in (*kept, rows)]) for n in names))
 
 
 def filled() -> Blocks:
