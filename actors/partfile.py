@@ -12,56 +12,39 @@ Legend: N rows, D embedding_dim, S float32 values of optimizer state per row.
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from collections.abc import Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import pyarrow as pa
 import torch
 from torch import Tensor
 
 from shoal.actors.datafile import FORMAT_VERSION
+from shoal.kernels.cut import TORCH_DTYPES, BlockRows
 from shoal.kernels.errors import CheckpointError
 from shoal.kernels.spec import DataType, TableSpec
 
 _WEIGHT_TYPES = {DataType.FP32: pa.float32(), DataType.FP16: pa.float16(), DataType.BF16: pa.uint16()}
-#: Tensor type of a table's weights.
-TORCH_TYPES = {DataType.FP32: torch.float32, DataType.FP16: torch.float16, DataType.BF16: torch.bfloat16}
 
 
-class Rows(Protocol):
-    """Rows of a table with all their state, as the row store exports and imports them."""
-
-    ids: Tensor  # int64 [N], the bits of a uint64
-    weights: Tensor  # [N, D] in the table's dtype
-    slots: Tensor  # float32 [N, S]
-    last_step: Tensor  # int64 [N]
-    count: Tensor  # int64 [N]
+def narrow(rows: BlockRows, start: int, end: int) -> BlockRows:
+    """Rows [start, end), as views."""
+    return BlockRows(*(column[start:end] for column in _columns(rows)))
 
 
-@dataclasses.dataclass(frozen=True)
-class RowSlice:
-    """A ``Rows`` value of this module's own: what is read from a part file, or a piece of an exported block."""
-
-    ids: Tensor
-    weights: Tensor
-    slots: Tensor
-    last_step: Tensor
-    count: Tensor
-
-    def narrow(self, start: int, end: int) -> RowSlice:
-        """Rows [start, end), as views."""
-        return RowSlice(**{f.name: getattr(self, f.name)[start:end] for f in dataclasses.fields(self)})
-
-    def take(self, order: Tensor) -> RowSlice:
-        """Rows ``order`` (int64 [M]), copied."""
-        return RowSlice(**{f.name: getattr(self, f.name)[order] for f in dataclasses.fields(self)})
+def take(rows: BlockRows, order: Tensor) -> BlockRows:
+    """Rows ``order`` (int64 [M]), copied."""
+    return BlockRows(*(column[order] for column in _columns(rows)))
 
 
-def as_slice(rows: Rows) -> RowSlice:
-    """``rows`` as a RowSlice over the same tensors."""
-    return RowSlice(rows.ids, rows.weights, rows.slots, rows.last_step, rows.count)
+def concatenate(pieces: Sequence[BlockRows]) -> BlockRows:
+    """All rows of ``pieces`` in order; not copied if there is only one."""
+    return pieces[0] if len(pieces) == 1 else BlockRows(*map(torch.cat, zip(*map(_columns, pieces))))
+
+
+def _columns(rows: BlockRows) -> tuple[Tensor, ...]:
+    return rows.ids, rows.weights, rows.slots, rows.last_step, rows.count
 
 
 def part_schema(spec: TableSpec, blocks: Sequence[int] = ()) -> pa.Schema:
@@ -84,10 +67,10 @@ def part_schema(spec: TableSpec, blocks: Sequence[int] = ()) -> pa.Schema:
     return pa.schema(fields, metadata=metadata)
 
 
-def write_part(sink: Any, spec: TableSpec, blocks: Sequence[int], batches: Sequence[RowSlice]) -> None:
-    """Write one part file to ``sink`` (an object with ``write(buffer)``), one record batch per slice, without copies.
+def write_part(sink: Any, spec: TableSpec, blocks: Sequence[int], batches: Sequence[BlockRows]) -> None:
+    """Write one part file to ``sink`` (an object with ``write(buffer)``): each of ``batches`` is one record batch.
 
-    Wider optimizer states than one column (Adam) are copied column by column.
+    Nothing is copied, except optimizer state of more than one column (Adam), column by column.
     """
     schema = part_schema(spec, blocks)
     with pa.PythonFile(sink, mode="w") as stream, pa.ipc.new_file(stream, schema) as writer:
@@ -95,7 +78,7 @@ def write_part(sink: Any, spec: TableSpec, blocks: Sequence[int], batches: Seque
             writer.write_batch(_record_batch(schema, spec, rows))
 
 
-def read_part(data: Tensor, spec: TableSpec, name: str) -> Iterator[RowSlice]:
+def read_part(data: Tensor, spec: TableSpec, name: str) -> Iterator[BlockRows]:
     """The record batches of the part file in ``data`` (uint8 [bytes], 8-byte aligned), as views of it.
 
     Raises CheckpointError naming ``name`` if it is not an Arrow file or its columns are not those of ``spec``.
@@ -119,7 +102,7 @@ def _shown(schema: pa.Schema) -> str:
     return ", ".join(f"{field.name} {field.type}" for field in schema)
 
 
-def _record_batch(schema: pa.Schema, spec: TableSpec, rows: RowSlice) -> pa.RecordBatch:
+def _record_batch(schema: pa.Schema, spec: TableSpec, rows: BlockRows) -> pa.RecordBatch:
     columns = [_array(schema.field("id").type, rows.ids), _array(schema.field("weight").type, rows.weights)]
     start = 0
     for name, width in spec.optimizer.slots(spec.embedding_dim):
@@ -141,7 +124,7 @@ def _array(type_: pa.DataType, values: Tensor) -> pa.Array:
     return pa.FixedSizeListArray.from_arrays(child, type=type_)
 
 
-def _row_slice(data: Tensor, spec: TableSpec, batch: pa.RecordBatch) -> RowSlice:
+def _row_slice(data: Tensor, spec: TableSpec, batch: pa.RecordBatch) -> BlockRows:
     num_rows = batch.num_rows
 
     def column(name: str, dtype: torch.dtype, width: int) -> Tensor:
@@ -152,9 +135,9 @@ def _row_slice(data: Tensor, spec: TableSpec, batch: pa.RecordBatch) -> RowSlice
         return data[start:stop].view(dtype).view(num_rows, width)
 
     slots = [column(name, torch.float32, width) for name, width in spec.optimizer.slots(spec.embedding_dim)]
-    return RowSlice(
+    return BlockRows(
         ids=column("id", torch.int64, 1).view(-1),
-        weights=column("weight", TORCH_TYPES[spec.data_type], spec.embedding_dim),
+        weights=column("weight", TORCH_DTYPES[spec.data_type], spec.embedding_dim),
         slots=slots[0] if len(slots) == 1 else torch.cat(slots, dim=1) if slots else torch.empty(num_rows, 0),
         last_step=column("last_step", torch.int64, 1).view(-1),
         count=column("count", torch.int64, 1).view(-1),

@@ -23,8 +23,10 @@ import torch
 from torch import Tensor
 
 from shoal.actors.datafile import Checksum, FileEntry
-from shoal.actors.partfile import TORCH_TYPES, RowSlice, read_part
+from shoal.actors.partfile import narrow, read_part, take
+from shoal.kernels.cut import BlockRows
 from shoal.kernels.errors import CheckpointError, StorageMissingError
+from shoal.kernels.hashing import row_blocks
 from shoal.kernels.spec import TableSpec
 
 T = TypeVar("T")
@@ -44,7 +46,7 @@ class ObjectReader(Protocol):
 class BlockSink(Protocol):
     """A row store."""
 
-    def import_block(self, table: int, block: int, rows: RowSlice, replace: bool = True) -> Any: ...
+    def import_block(self, table: int, block: int, rows: BlockRows, *, replace: bool = True) -> None: ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,7 +83,7 @@ def load_rows(
         found = 0
         for rows in read_part(data, tables[number], f"{directory}/{entry.shown}"):
             num_rows += importer.add(number, rows)
-            found += rows.ids.numel()
+            found += len(rows)
         if found != entry.num_rows:
             raise CheckpointError(f"{directory}/{entry.shown}: holds {found} rows, the manifest says {entry.num_rows}")
         read_bytes += entry.size_bytes
@@ -148,55 +150,35 @@ class _Importer:
         self._owned = [frozenset(owned.get(spec.name, ())) for spec in tables]
         self._seen: set[tuple[int, int]] = set()
 
-    def add(self, number: int, rows: RowSlice) -> int:
+    def add(self, number: int, rows: BlockRows) -> int:
         """Import the rows that belong to owned blocks; returns how many those were."""
-        if rows.ids.numel() == 0:
+        if len(rows) == 0:
             return 0
         blocks = row_blocks(rows.ids.numpy(), self._tables[number].num_blocks)
         if np.any(blocks[1:] < blocks[:-1]):  # written with another number of blocks
             order = np.lexsort((rows.ids.numpy().view(np.uint64), blocks))
-            rows, blocks = rows.take(torch.from_numpy(order)), blocks[order]
+            rows, blocks = take(rows, torch.from_numpy(order)), blocks[order]
         edges = np.flatnonzero(np.diff(blocks)) + 1
         imported = 0
         for start, end in zip([0, *edges.tolist()], [*edges.tolist(), blocks.size]):
             block = int(blocks[start])
             if block in self._owned[number]:
-                self._import(number, block, rows.narrow(start, end))
+                self._import(number, block, narrow(rows, start, end))
                 imported += end - start
         return imported
 
     def clear_untouched(self) -> None:
         """Empty the owned blocks no part had rows for."""
         for number, (spec, owned) in enumerate(zip(self._tables, self._owned)):
-            empty = _empty_rows(spec)
+            empty = BlockRows.empty(spec)
             for block in owned:
                 if (number, block) not in self._seen:
                     self._import(number, block, empty)
 
-    def _import(self, number: int, block: int, rows: RowSlice) -> None:
+    def _import(self, number: int, block: int, rows: BlockRows) -> None:
         is_first = (number, block) not in self._seen
         self._seen.add((number, block))
         self._store.import_block(number, block, rows, replace=is_first)
-
-
-def row_blocks(ids: np.ndarray, num_blocks: int) -> np.ndarray:
-    """Row block of each id: the top bits of its MurmurHash3-finalised value."""
-    x = ids.view(np.uint64).copy()
-    x ^= x >> np.uint64(33)
-    x *= np.uint64(0xFF51AFD7ED558CCD)
-    x ^= x >> np.uint64(33)
-    x *= np.uint64(0xC4CEB9FE1A85EC53)
-    x ^= x >> np.uint64(33)
-    bits = num_blocks.bit_length() - 1
-    return (x >> np.uint64(64 - bits)).astype(np.int64) if bits else np.zeros(x.shape, dtype=np.int64)
-
-
-def _empty_rows(spec: TableSpec) -> RowSlice:
-    integers = torch.empty(0, dtype=torch.int64)
-    weights = torch.empty(0, spec.embedding_dim, dtype=TORCH_TYPES[spec.data_type])
-    return RowSlice(
-        integers, weights, torch.empty(0, spec.optimizer.slot_width(spec.embedding_dim)), integers, integers
-    )
 
 
 def _read_ahead(

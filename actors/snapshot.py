@@ -16,11 +16,11 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import IO, Any, Protocol, TypeVar
 
 import safetensors.torch
-import torch
 from torch import Tensor
 
 from shoal.actors.datafile import FORMAT_VERSION, Checksum, FileEntry, checksum_of, part_path
-from shoal.actors.partfile import Rows, RowSlice, as_slice, write_part
+from shoal.actors.partfile import concatenate, narrow, write_part
+from shoal.kernels.cut import BlockRows
 from shoal.kernels.errors import ShoalError
 from shoal.kernels.spec import TableSpec
 
@@ -44,7 +44,7 @@ class ObjectWriter(Protocol):
 class BlockSource(Protocol):
     """A cut, or a store that nobody is writing to."""
 
-    def export_block(self, table: int, block: int) -> Rows: ...
+    def export_block(self, table: int, block: int) -> BlockRows: ...
 
 
 class SnapshotCancelledError(ShoalError, RuntimeError):
@@ -196,7 +196,7 @@ def write_in_background(write: Callable[[RateLimiter], T], bytes_per_s: float = 
     return pending
 
 
-Pieces = list[tuple[int, RowSlice]]
+Pieces = list[tuple[int, BlockRows]]
 
 
 def _parts(
@@ -208,12 +208,12 @@ def _parts(
     pieces: Pieces = []
     num_rows = 0
     for block in blocks:
-        rows = as_slice(source.export_block(number, block))
-        total = rows.ids.numel()
+        rows = source.export_block(number, block)
+        total = len(rows)
         start = 0
         while start < total:
             end = min(total, start + part_rows - num_rows)
-            pieces.append((block, rows.narrow(start, end)))
+            pieces.append((block, narrow(rows, start, end)))
             num_rows += end - start
             start = end
             if num_rows == part_rows:
@@ -241,28 +241,20 @@ def _write_part(
         size_bytes=sink.size_bytes,
         checksum=sink.checksum,
         table=spec.name,
-        num_rows=sum(rows.ids.numel() for rows in batches),
+        num_rows=sum(len(rows) for rows in batches),
         blocks=blocks,
     )
 
 
-def _batches(pieces: Pieces, batch_rows: int) -> list[RowSlice]:
+def _batches(pieces: Pieces, batch_rows: int) -> list[BlockRows]:
     """Neighbouring small pieces joined until a batch has ``batch_rows``; large ones stay as they are."""
-    batches: list[RowSlice] = []
-    group: list[RowSlice] = []
+    batches: list[BlockRows] = []
+    group: list[BlockRows] = []
     for _, rows in pieces:
         group.append(rows)
-        if sum(r.ids.numel() for r in group) >= batch_rows:
-            batches.append(_concatenate(group))
+        if sum(len(r) for r in group) >= batch_rows:
+            batches.append(concatenate(group))
             group = []
     if group:
-        batches.append(_concatenate(group))
+        batches.append(concatenate(group))
     return batches
-
-
-def _concatenate(group: Sequence[RowSlice]) -> RowSlice:
-    if len(group) == 1:
-        return group[0]
-    return RowSlice(
-        *(torch.cat([getattr(r, name) for r in group]) for name in ("ids", "weights", "slots", "last_step", "count"))
-    )

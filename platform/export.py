@@ -15,8 +15,9 @@ import pyarrow.parquet as pq
 import torch
 
 from shoal.actors.datafile import FileEntry, folder_name
-from shoal.actors.partfile import RowSlice, read_part
+from shoal.actors.partfile import read_part
 from shoal.actors.restore import read_checked
+from shoal.kernels.cut import BlockRows
 from shoal.kernels.errors import CheckpointError
 from shoal.kernels.spec import TableSpec
 from shoal.platform.checkpoint import open_checkpoint
@@ -106,7 +107,7 @@ def _batches(
     return [_batch(rows, spec, schema) for rows in read_part(data, spec, f"{directory}/{entry.shown}")]
 
 
-def _batch(rows: RowSlice, spec: TableSpec, schema: pa.Schema) -> pa.RecordBatch:
+def _batch(rows: BlockRows, spec: TableSpec, schema: pa.Schema) -> pa.RecordBatch:
     columns = [pa.array(rows.ids.numpy().view("uint64")), _lists(rows.weights.float(), schema.field("vector").type)]
     if len(schema) > len(columns):
         start = 0

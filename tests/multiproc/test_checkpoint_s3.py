@@ -20,10 +20,12 @@ import pyarrow.fs
 import pytest
 import torch
 
-from shoal.actors.partfile import RowSlice
-from shoal.actors.restore import load_rows, row_blocks
+from shoal.actors.partfile import take
+from shoal.actors.restore import load_rows
 from shoal.actors.snapshot import write_dense, write_snapshot
+from shoal.kernels.cut import BlockRows
 from shoal.kernels.errors import CheckpointError, StorageError, StorageMissingError
+from shoal.kernels.hashing import row_blocks
 from shoal.kernels.spec import OptimizerKind, OptimizerSpec, TableSpec
 from shoal.platform import checkpoint
 from shoal.platform.checkpoint import CheckpointState, decide_resume, list_checkpoints, verify_checkpoint
@@ -122,29 +124,29 @@ class Blocks:
     """Rows by (table, row block), as a row store would export and import them."""
 
     def __init__(self) -> None:
-        self.rows: dict[tuple[int, int], RowSlice] = {}
+        self.rows: dict[tuple[int, int], BlockRows] = {}
 
-    def export_block(self, table: int, block: int) -> RowSlice:
+    def export_block(self, table: int, block: int) -> BlockRows:
         return self.rows[table, block]
 
-    def import_block(self, table: int, block: int, rows: RowSlice, replace: bool = True) -> None:
+    def import_block(self, table: int, block: int, rows: BlockRows, *, replace: bool = True) -> None:
         kept = [] if replace else [self.rows[table, block]]
         names = ("ids", "weights", "slots", "last_step", "count")
-        self.rows[table, block] = RowSlice(*(torch.cat([getattr(r, n) for r in (*kept, rows)]) for n in names))
+        self.rows[table, block] = BlockRows(*(torch.cat([getattr(r, n) for r in (*kept, rows)]) for n in names))
 
 
 def filled() -> Blocks:
     store = Blocks()
     for number, (spec, count) in enumerate(zip(TABLES, (20_000, 60))):
         ids = torch.arange(count) * (7919 if number == 0 else 1)
-        blocks = torch.from_numpy(row_blocks(ids.numpy(), spec.num_blocks))
-        rows = RowSlice(
+        blocks = torch.from_numpy(row_blocks(ids.numpy(), spec.num_blocks).astype(np.int64))
+        rows = BlockRows(
             ids, torch.rand(count, spec.embedding_dim), torch.rand(count, spec.optimizer.slot_width(32)), ids, ids
         )
         if number == 1:
-            rows = RowSlice(ids, torch.rand(count, 4), torch.rand(count, 1), ids, ids)
+            rows = BlockRows(ids, torch.rand(count, 4), torch.rand(count, 1), ids, ids)
         for block in range(spec.num_blocks):
-            store.rows[number, block] = rows.take(torch.nonzero(blocks == block).view(-1))
+            store.rows[number, block] = take(rows, torch.nonzero(blocks == block).view(-1))
     return store
 
 

@@ -14,10 +14,13 @@ import pytest
 import torch
 
 from shoal.actors.datafile import FileEntry
-from shoal.actors.partfile import TORCH_TYPES, RowSlice, as_slice
-from shoal.actors.restore import load_rows, read_dense, row_blocks
+from shoal.actors.partfile import concatenate, take
+from shoal.actors.restore import load_rows, read_dense
 from shoal.actors.snapshot import write_blob, write_dense, write_snapshot
+from shoal.kernels.cut import TORCH_DTYPES, BlockRows
 from shoal.kernels.errors import CheckpointError
+from shoal.kernels.hashing import row_blocks
+from shoal.kernels.rowstore import RowStore
 from shoal.kernels.spec import DataType, OptimizerKind, OptimizerSpec, TableSpec
 from shoal.platform import checkpoint
 from shoal.platform.checkpoint import CheckpointState, decide_resume, list_checkpoints, verify_checkpoint
@@ -51,37 +54,19 @@ TABLES = (
 )
 
 
-class BlockStore:
-    """Rows of row blocks in memory: what a checkpoint asks of a row store, and nothing else."""
-
-    def __init__(self, tables: tuple[TableSpec, ...] = TABLES) -> None:
-        self.tables = tables
-        self.blocks: dict[tuple[int, int], RowSlice] = {}
-
-    def export_block(self, table: int, block: int) -> RowSlice:
-        return self.blocks.get((table, block)) or random_rows(self.tables[table], np.empty(0, np.uint64), 0)
-
-    def import_block(self, table: int, block: int, rows: Any, replace: bool = True) -> None:
-        rows = as_slice(rows)
-        if not replace:
-            old = self.export_block(table, block)
-            rows = RowSlice(*(torch.cat([getattr(old, f), getattr(rows, f)]) for f in FIELDS))
-        self.blocks[table, block] = RowSlice(*(getattr(rows, f).clone() for f in FIELDS))
-
-
-def random_rows(spec: TableSpec, ids: np.ndarray, seed: int) -> RowSlice:
+def random_rows(spec: TableSpec, ids: np.ndarray, seed: int) -> BlockRows:
     generator = torch.Generator().manual_seed(seed)
     n = len(ids)
-    return RowSlice(
+    return BlockRows(
         ids=torch.from_numpy(ids.astype(np.uint64).view(np.int64)),
-        weights=torch.randn(n, spec.embedding_dim, generator=generator).to(TORCH_TYPES[spec.data_type]),
+        weights=torch.randn(n, spec.embedding_dim, generator=generator).to(TORCH_DTYPES[spec.data_type]),
         slots=torch.rand(n, spec.optimizer.slot_width(spec.embedding_dim), generator=generator),
         last_step=torch.randint(0, 1000, (n,), generator=generator),
-        count=torch.randint(0, 2**40, (n,), generator=generator),
+        count=torch.randint(0, 2**30, (n,), generator=generator),
     )
 
 
-def table_rows(spec: TableSpec, number: int) -> RowSlice:
+def table_rows(spec: TableSpec, number: int) -> BlockRows:
     """All rows of a table of the test's model, sorted by id as uint64."""
     rng = np.random.default_rng(number)
     if spec.name == "empty":
@@ -100,24 +85,35 @@ def owned_blocks(tables: tuple[TableSpec, ...], rank: int, world_size: int) -> d
     }
 
 
-def make_stores(world_size: int, tables: tuple[TableSpec, ...] = TABLES) -> list[BlockStore]:
-    stores = [BlockStore(tables) for _ in range(world_size)]
-    for number, spec in enumerate(tables):
-        rows = table_rows(spec, number)
-        blocks = torch.from_numpy(row_blocks(rows.ids.numpy(), spec.num_blocks))
-        for rank, store in enumerate(stores):
+def empty_stores(world_size: int, tables: tuple[TableSpec, ...] = TABLES) -> list[RowStore]:
+    """One store per rank, each owner of its blocks."""
+    stores = [RowStore(tables) for _ in range(world_size)]
+    for rank, store in enumerate(stores):
+        for number, spec in enumerate(tables):
             for block in owned_blocks(tables, rank, world_size)[spec.name]:
-                store.blocks[number, block] = rows.take(torch.nonzero(blocks == block).view(-1))
+                store.add_block(number, block)
     return stores
 
 
-def gathered(stores: list[BlockStore], number: int) -> RowSlice:
-    parts = [rows for store in stores for (table, _), rows in store.blocks.items() if table == number]
-    whole = RowSlice(*(torch.cat([getattr(p, f) for p in parts]) for f in FIELDS))
-    return whole.take(torch.from_numpy(np.argsort(whole.ids.numpy().view(np.uint64), kind="stable")))
+def make_stores(world_size: int, tables: tuple[TableSpec, ...] = TABLES) -> list[RowStore]:
+    """Stores that hold the rows of the test's model."""
+    stores = empty_stores(world_size, tables)
+    for number, spec in enumerate(tables):
+        rows = table_rows(spec, number)
+        blocks = torch.from_numpy(row_blocks(rows.ids.numpy(), spec.num_blocks).astype(np.int64))
+        for store in stores:
+            for block in store.owned_blocks(number):
+                store.import_block(number, block, take(rows, torch.nonzero(blocks == block).view(-1)))
+    return stores
 
 
-def assert_bit_equal(found: RowSlice, expected: RowSlice) -> None:
+def gathered(stores: list[RowStore], number: int) -> BlockRows:
+    """All rows of a table, sorted by id as uint64."""
+    whole = concatenate([s.export_block(number, block) for s in stores for block in s.owned_blocks(number)])
+    return take(whole, torch.from_numpy(np.argsort(whole.ids.numpy().view(np.uint64), kind="stable")))
+
+
+def assert_bit_equal(found: BlockRows, expected: BlockRows) -> None:
     for field in FIELDS:
         a, b = getattr(found, field), getattr(expected, field)
         assert a.dtype == b.dtype and a.shape == b.shape, field
@@ -128,13 +124,14 @@ def assert_bit_equal(found: RowSlice, expected: RowSlice) -> None:
         ), field
 
 
-def save(storage: Storage, stores: list[BlockStore], step: int, epoch: int = 0, part_bytes: int = 4096) -> Manifest:
+def save(storage: Storage, stores: list[RowStore], step: int, epoch: int = 0, part_bytes: int = 4096) -> Manifest:
     """The whole protocol in one thread: workers write files, the controller writes the manifest."""
     name = checkpoint.next_name(storage, epoch, step)
     files: list[FileEntry] = []
     for rank, store in enumerate(stores):
         owned = owned_blocks(store.tables, rank, len(stores))
-        files += write_snapshot(store, owned, store.tables, storage, name.directory, rank, part_bytes=part_bytes)
+        with store.cut() as cut:
+            files += write_snapshot(cut, owned, store.tables, storage, name.directory, rank, part_bytes=part_bytes)
     files.append(write_dense(storage, name.directory, {"model.w": torch.full((3,), float(step))}, {"lr": 0.1}))
     files.append(write_blob(storage, name.directory, "metrics.bin", b"bins"))
     manifest = Manifest(
@@ -150,8 +147,8 @@ def save(storage: Storage, stores: list[BlockStore], step: int, epoch: int = 0, 
 
 def load(
     storage: Storage, manifest: Manifest, world_size: int, tables: tuple[TableSpec, ...] = TABLES
-) -> list[BlockStore]:
-    stores = [BlockStore(tables) for _ in range(world_size)]
+) -> list[RowStore]:
+    stores = empty_stores(world_size, tables)
     for rank, store in enumerate(stores):
         owned = owned_blocks(tables, rank, world_size)
         parts = plan_load(manifest, tables, owned)
@@ -176,9 +173,6 @@ def test_table_may_have_another_number_of_blocks_than_when_it_was_written(tmp_pa
         loaded = load(storage, manifest, 3, tables)
         for number, spec in enumerate(tables):
             assert_bit_equal(gathered(loaded, number), table_rows(spec, number))
-        for store in loaded:
-            for (number, block), rows in store.blocks.items():
-                assert (row_blocks(rows.ids.numpy(), tables[number].num_blocks) == block).all()
 
 
 def test_worker_reads_only_files_that_hold_its_blocks(tmp_path: Path) -> None:
@@ -192,11 +186,13 @@ def test_worker_reads_only_files_that_hold_its_blocks(tmp_path: Path) -> None:
 def test_loading_replaces_what_the_owned_blocks_held(tmp_path: Path) -> None:
     storage = Storage(str(tmp_path))
     manifest = save(storage, make_stores(1), step=1)
-    store = BlockStore()
     owned = owned_blocks(TABLES, 0, 1)
+    (store,) = empty_stores(1)
     for number, spec in enumerate(TABLES):
+        ids = np.arange(spec.num_embeddings or 3000, dtype=np.uint64)
+        blocks = row_blocks(ids, spec.num_blocks)
         for block in owned[spec.name]:
-            store.blocks[number, block] = random_rows(spec, np.arange(10_000, 10_003, dtype=np.uint64), 9)
+            store.import_block(number, block, random_rows(spec, ids[blocks == block], 9))
     for _ in range(2):
         load_rows(store, TABLES, owned, plan_load(manifest, TABLES, owned), storage, manifest.name.directory)
     for number, spec in enumerate(TABLES):
@@ -273,14 +269,14 @@ def test_crash_at_every_point_of_a_save_leaves_the_previous_checkpoint_latest(tm
     tables = (TABLES[0], TABLES[3])
     stores = make_stores(2, tables)
     probe = CrashingStorage(str(tmp_path / "probe"))
-    save(probe, stores, step=2)
+    save(probe, stores, step=2, part_bytes=16_384)
     assert len(probe.points) >= 3 * 5
     for crash_at in range(len(probe.points)):
         root = str(tmp_path / f"at{crash_at}")
         storage = Storage(root)
         first = save(storage, stores, step=1)
         with pytest.raises(Crash):
-            save(CrashingStorage(root, crash_at=crash_at), stores, step=2)
+            save(CrashingStorage(root, crash_at=crash_at), stores, step=2, part_bytes=16_384)
         infos = list_checkpoints(storage)
         decision = decide_resume(infos, "auto")
         assert decision.manifest is not None

@@ -11,8 +11,8 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
-from shoal.actors.partfile import TORCH_TYPES, RowSlice
 from shoal.actors.snapshot import write_snapshot
+from shoal.kernels.cut import TORCH_DTYPES, BlockRows
 from shoal.kernels.errors import CheckpointError
 from shoal.kernels.spec import DataType, OptimizerKind, OptimizerSpec, TableSpec
 from shoal.platform.checkpoint import write_manifest
@@ -28,14 +28,14 @@ TABLES = (
 
 
 class Source:
-    def export_block(self, table: int, block: int) -> RowSlice:
+    def export_block(self, table: int, block: int) -> BlockRows:
         spec = TABLES[table]
         n, width = (0 if spec.name == "none" else 5), spec.optimizer.slot_width(spec.embedding_dim)
-        return RowSlice(
+        return BlockRows(
             ids=torch.tensor([0, 1, 5, 2**63 - 1, -1])[:n],
             weights=(torch.arange(n * spec.embedding_dim) / 4)
             .view(n, spec.embedding_dim)
-            .to(TORCH_TYPES[spec.data_type]),
+            .to(TORCH_DTYPES[spec.data_type]),
             slots=torch.arange(float(n * width)).view(n, width),
             last_step=torch.arange(n),
             count=torch.arange(n) * 2,

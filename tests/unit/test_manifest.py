@@ -109,7 +109,7 @@ def test_stored_checkpoint_of_format_version_1_still_loads() -> None:
         def __init__(self) -> None:
             self.rows: dict[int, list[tuple[int, list[float], list[float], int, int]]] = {}
 
-        def import_block(self, table: int, block: int, rows: object, replace: bool = True) -> None:
+        def import_block(self, table: int, block: int, rows: object, *, replace: bool = True) -> None:
             fields = (rows.ids, rows.weights.float(), rows.slots, rows.last_step, rows.count)  # type: ignore[attr-defined]
             self.rows.setdefault(table, []).extend(zip(*(f.tolist() for f in fields)))  # type: ignore[arg-type]
 

@@ -10,8 +10,8 @@ from typing import IO
 import pytest
 import torch
 
-from shoal.actors.partfile import RowSlice
 from shoal.actors.snapshot import RateLimiter, SnapshotCancelledError, write_in_background, write_snapshot
+from shoal.kernels.cut import BlockRows
 from shoal.kernels.errors import StorageFullError
 from shoal.kernels.spec import TableSpec
 from shoal.platform.storage import Storage
@@ -22,9 +22,9 @@ TABLE = TableSpec(name="t", num_embeddings=0, embedding_dim=16, num_blocks=4)
 class Source:
     """Four blocks of 1,000 rows of 92 bytes."""
 
-    def export_block(self, table: int, block: int) -> RowSlice:
+    def export_block(self, table: int, block: int) -> BlockRows:
         ids = torch.arange(1000) + 1000 * block
-        return RowSlice(ids, torch.rand(1000, 16), torch.rand(1000, 1), ids, ids)
+        return BlockRows(ids, torch.rand(1000, 16), torch.rand(1000, 1), ids, ids)
 
 
 OWNED = {"t": [0, 1, 2, 3]}
@@ -91,7 +91,7 @@ def test_training_may_go_on_while_the_rate_is_waited_for(tmp_path: Path) -> None
     started = threading.Event()
 
     class Watched(Source):
-        def export_block(self, table: int, block: int) -> RowSlice:
+        def export_block(self, table: int, block: int) -> BlockRows:
             started.set()
             return super().export_block(table, block)
 
