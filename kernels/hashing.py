@@ -1,6 +1,6 @@
-"""Pure integer functions of (seed, id, column, step): row blocks, initial values, rounding bits. The numpy reference.
+"""Pure integer functions of (seed, id, column, step): row blocks, initial values, rounding bits; numpy reference.
 
-Pure: numpy only, no state. The native twins are in ``csrc/core/store/hash.h`` and ``init.cpp``; both give the same bits.
+Pure: numpy only, no state. The native twins are in ``csrc/core/store/{hash.h,init.cpp}``; both give the same bits.
 
 Invariants:
 
@@ -39,7 +39,7 @@ def _as_uint64(ids: np.ndarray) -> np.ndarray:
 
 
 def row_blocks(ids: np.ndarray, num_blocks: int) -> np.ndarray:
-    """Row block of each id: which of ``num_blocks`` (a power of two) equal ranges its mixed hash falls in. uint32[N]."""
+    """Row block of each id: which of ``num_blocks`` (a power of two) equal ranges its hash falls in. uint32[N]."""
     if num_blocks == 1:
         return np.zeros(ids.shape, np.uint32)
     shift = 64 - (num_blocks.bit_length() - 1)

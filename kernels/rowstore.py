@@ -159,7 +159,9 @@ class RowStore:
         gradients = gradients.to(torch.float32).contiguous()
         expected = (ids.numel(), self.tables[table].embedding_dim)
         if tuple(gradients.shape) != expected:
-            raise ValueError(f"gradients of table {self.tables[table].name!r}: {tuple(gradients.shape)}, not {expected}")
+            raise ValueError(
+                f"gradients of table {self.tables[table].name!r}: {tuple(gradients.shape)}, not {expected}"
+            )
         self.native.apply(table, ids.data_ptr(), ids.numel(), gradients.data_ptr(), step, lr)
 
     def delete(self, table: int, ids: torch.Tensor) -> int:

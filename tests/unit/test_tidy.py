@@ -68,7 +68,5 @@ def test_start_up_loads_neither_torch_nor_ray(module: str):
 
 def test_stdlib_platform_is_intact_in_the_driver_started_from_the_root():
     code = "import platform, shoal.platform; print(platform.system()); print(list(shoal.platform.__path__)[0])"
-    out = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60, cwd=ROOT
-    )
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60, cwd=ROOT)
     assert out.stdout.split()[0] == "Linux" or out.stdout.split()[0] == "Darwin"

@@ -63,6 +63,9 @@ class IdMap {
     return static_cast<uint32_t>((((hash << log2_blocks_) >> 32) * num_buckets_) >> 32);
   }
   const Bucket* bucket(uint64_t hash) const { return buckets_ + home(hash); }
+  const Bucket* after(const Bucket* bucket) const {
+    return bucket + 1 == buckets_ + num_buckets_ ? buckets_ : bucket + 1;
+  }
 
   // Slot of an id, kNoSlot if it is not here. `hash` = fmix64(id).
   uint32_t find(int64_t id, uint64_t hash) const;

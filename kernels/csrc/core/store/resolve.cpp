@@ -6,55 +6,96 @@
 namespace shoal {
 
 namespace {
-constexpr int kGroup = 64;  // Finds in flight: enough to hide a memory access behind the others' work.
 
-struct Find {
-  const IdMap* map;
-  const Bucket* bucket;
-  uint64_t hash;
+// Finds in flight per pass: enough to hide a memory access behind the others' work.
+constexpr int kGroup = 64;
+
+// One group of finds. Each pass does the part of all its finds whose memory the pass before has asked for: `start`
+// asks for the buckets, `match` compares tags and asks for the records, `finish` compares ids.
+struct FindGroup {
+  const IdMap* maps[kGroup];
+  uint64_t hashes[kGroup];
+  const Bucket* buckets[kGroup];
+  int count = 0;
+  int64_t first = 0;
+
+  // False if the block of some id is not owned; `count` is then its position in the group.
+  bool start(const std::shared_ptr<IdMap>* blocks, uint32_t log2_blocks, const int64_t* ids, int64_t from, int64_t n) {
+    first = from;
+    const int wanted = static_cast<int>(n - from < kGroup ? n - from : kGroup);
+    for (count = 0; count < wanted; ++count) {
+      const uint64_t hash = fmix64(static_cast<uint64_t>(ids[from + count]));
+      const IdMap* map = blocks[block_of_hash(hash, log2_blocks)].get();
+      if (map == nullptr) return false;
+      const Bucket* bucket = map->bucket(hash);
+      __builtin_prefetch(bucket, 0, 3);
+      maps[count] = map;
+      hashes[count] = hash;
+      buckets[count] = bucket;
+    }
+    return true;
+  }
+
+  // Candidates: the slot behind the first equal tag, kNoSlot where no tag is equal. Entries that an overflowed bucket
+  // passed on are in the next one, usually in the same pair of lines.
+  void match(const Arena& arena, uint32_t* slots) const {
+    int passed[kGroup];
+    int num_passed = 0;
+    for (int i = 0; i < count; ++i) {
+      const Bucket& bucket = *buckets[i];
+      slots[first + i] = candidate(arena, bucket, i);
+      if (slots[first + i] == kNoSlot && bucket.passed != 0) {
+        __builtin_prefetch(maps[i]->after(buckets[i]), 0, 3);
+        passed[num_passed++] = i;
+      }
+    }
+    for (int at = 0; at < num_passed; ++at) {
+      const int i = passed[at];
+      slots[first + i] = candidate(arena, *maps[i]->after(buckets[i]), i);
+    }
+  }
+
+  // What the candidate does not settle (a tag equal by chance, a longer overflow) is looked up from the start, by now
+  // mostly in cache.
+  void finish(const Arena& arena, const int64_t* ids, uint32_t* slots, std::vector<int64_t>* missing) const {
+    for (int i = 0; i < count; ++i) {
+      const int64_t at = first + i;
+      uint32_t slot = slots[at];
+      if (slot != kNoSlot && header(arena.record(slot))->id == ids[at]) continue;
+      if (slot != kNoSlot || buckets[i]->passed != 0) slots[at] = slot = maps[i]->find(ids[at], hashes[i]);
+      if (slot == kNoSlot && missing != nullptr) missing->push_back(at);
+    }
+  }
+
+ private:
+  uint32_t candidate(const Arena& arena, const Bucket& bucket, int i) const {
+    const uint32_t mask = bucket.match(tag_of_hash(hashes[i]));
+    if (mask == 0) return kNoSlot;
+    for (uint32_t more = mask & (mask - 1); more != 0; more &= more - 1) {
+      arena.prefetch_header(bucket.slots[__builtin_ctz(more)]);
+    }
+    const uint32_t slot = bucket.slots[__builtin_ctz(mask)];
+    arena.prefetch_header(slot);
+    return slot;
+  }
 };
+
 }  // namespace
 
-// Three passes over a group, each prefetching for the next: bucket, then the record that a tag points to, then the
-// comparison of ids. What the first tag does not settle (a tag shared by chance, an overflowed bucket) is looked up
-// again from the start, now in cache.
+// Two groups alternate, so that one group's memory arrives while the other computes.
 int64_t RowStore::find_all(uint32_t table, const int64_t* ids, int64_t n, uint32_t* slots,
                            std::vector<int64_t>* missing) {
   const Arena& arena = arena_of(table);
   const auto* blocks = states_[table].blocks.data();
   const uint32_t log2_blocks = tables_[table].log2_blocks;
-  Find group[kGroup];
-  for (int64_t start = 0; start < n; start += kGroup) {
-    const int count = static_cast<int>(n - start < kGroup ? n - start : kGroup);
-    for (int i = 0; i < count; ++i) {
-      const uint64_t hash = fmix64(static_cast<uint64_t>(ids[start + i]));
-      const IdMap* map = blocks[block_of_hash(hash, log2_blocks)].get();
-      if (map == nullptr) return start + i;
-      const Bucket* bucket = map->bucket(hash);
-      __builtin_prefetch(bucket, 0, 3);
-      group[i] = {map, bucket, hash};
-    }
-    for (int i = 0; i < count; ++i) {
-      const Bucket& bucket = *group[i].bucket;
-      const uint32_t mask = bucket.match(tag_of_hash(group[i].hash));
-      uint32_t slot = kNoSlot;
-      if (mask != 0) {
-        slot = bucket.slots[__builtin_ctz(mask)];
-        arena.prefetch_header(slot);
-      }
-      if (bucket.passed != 0 && mask == 0) __builtin_prefetch(group[i].bucket + 1, 0, 3);
-      slots[start + i] = slot;
-    }
-    for (int i = 0; i < count; ++i) {
-      const int64_t id = ids[start + i];
-      uint32_t slot = slots[start + i];
-      const bool found = slot != kNoSlot && header(arena.record(slot))->id == id;
-      if (!found) {
-        if (slot != kNoSlot || group[i].bucket->passed != 0) slot = group[i].map->find(id, group[i].hash);
-        slots[start + i] = slot;
-        if (slot == kNoSlot && missing != nullptr) missing->push_back(start + i);
-      }
-    }
+  FindGroup groups[2];
+  for (int64_t from = 0, turn = 0; from < n + kGroup; from += kGroup, turn ^= 1) {
+    FindGroup& next = groups[turn];
+    FindGroup& last = groups[turn ^ 1];
+    next.count = 0;
+    if (from < n && !next.start(blocks, log2_blocks, ids, from, n)) return from + next.count;
+    last.finish(arena, ids, slots, missing);
+    next.match(arena, slots);
   }
   return -1;
 }

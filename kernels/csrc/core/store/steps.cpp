@@ -71,15 +71,15 @@ void RowStore::restore_arena(const StepLog& log, uint32_t arena_index) {
     std::byte* record = arena.record(saved.slot);
     const RowHeader* before = header(saved.record());
     const uint32_t state = header(record)->state;
+    const bool exists = (state & kExists) != 0, existed = (before->state & kExists) != 0;
+    if (exists && !existed && !layers_.empty()) layers_.back()->note_deleted(saved.table, saved.slot);
     if (!layers_.empty() && header(record)->stamp < cut_serial()) {
-      const bool exists = (state & kExists) != 0;
       layers_.back()->arenas[arena_index]->save(saved.table, saved.slot, exists ? record : nullptr, 0);
       std::atomic_thread_fence(std::memory_order_release);
     }
     std::memcpy(record, saved.record(), arena.layout.stride);
     IdMap* map = block(saved.table, fmix64(static_cast<uint64_t>(before->id)));
-    const int64_t change = static_cast<int64_t>((before->state & kExists) != 0) - ((state & kExists) != 0);
-    map->num_rows.fetch_add(change, std::memory_order_relaxed);
+    map->num_rows.fetch_add(int64_t{existed} - int64_t{exists}, std::memory_order_relaxed);
     if (state == 0) reinserted.push_back(saved);
     if ((before->state & kReserved) != 0) {
       const std::lock_guard<std::mutex> lock(reservations_mutex_);
