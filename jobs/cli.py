@@ -62,24 +62,25 @@ class Parser(argparse.ArgumentParser):
 
 def build_parser() -> argparse.ArgumentParser:
     """The parser of the whole command line."""
-    debug = Parser(add_help=False)
-    text = "show the traceback of an error"
-    debug.add_argument("--debug", action="store_true", default=argparse.SUPPRESS, help=text)
-    parser = Parser(prog="shoal", description="Train large recommendation models on Ray.", parents=[debug])
+    parser = Parser(prog="shoal", description="Train large recommendation models on Ray.")
+    parser.add_argument("--debug", action="store_true", help="show the traceback of an error (anywhere on the line)")
     parser.add_argument("--version", action="version", version=f"shoal {shoal.__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True, parser_class=Parser)
     for name, module in COMMANDS.items():
-        subparser = commands.add_parser(name, help=module.HELP, description=module.HELP, parents=[debug])
+        subparser = commands.add_parser(name, help=module.HELP, description=module.HELP)
         module.add_arguments(subparser)
-        subparser.set_defaults(run=module.run)
+        subparser.set_defaults(handler=module.run)
     return parser
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns its exit code."""
-    args = build_parser().parse_args(argv)
+    words = list(sys.argv[1:] if argv is None else argv)
+    # Taken out here, because argparse would have to be told of it in every subcommand's own parser.
+    is_debug = "--debug" in words
+    args = build_parser().parse_args([word for word in words if word != "--debug"])
     try:
-        return int(args.run(args) or 0)
+        return int(args.handler(args) or 0)
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return EXIT_INTERRUPTED
@@ -88,7 +89,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_ERROR
     except Exception as error:
-        if getattr(args, "debug", False):
+        if is_debug:
             traceback.print_exc()
         print(f"error: {error_line(error)}", file=sys.stderr)
         return EXIT_ERROR

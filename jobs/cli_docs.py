@@ -50,7 +50,7 @@ def _text(parser: argparse.ArgumentParser) -> str:
 def _table(parser: argparse.ArgumentParser) -> str:
     rows = ["| argument | |", "|---|---|"]
     for action in parser._actions:
-        if isinstance(action, argparse._HelpAction) or action.dest == "debug":
+        if isinstance(action, argparse._HelpAction):
             continue
         metavar = action.metavar if isinstance(action.metavar, str) else ""
         if not metavar and action.choices:

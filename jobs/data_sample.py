@@ -61,7 +61,7 @@ def sample_dataset(dataset: Dataset, schema: Schema, *, batch_rows: int, rows_ma
     tables = []
     for file in chosen:
         group = next(i for i, num_rows in enumerate(file.row_groups) if num_rows > 0)
-        tables.append(dataset.read_row_group(file.path, group).slice(0, per_file))
+        tables.append(dataset.read_row_group(file.path, group, num_rows=file.row_groups[group]).slice(0, per_file))
     table = pa.concat_tables(tables)
     features = {
         feature.name: _count_ids(feature.name, table.column(feature.source), min(batch_rows, table.num_rows))

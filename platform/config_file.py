@@ -34,6 +34,9 @@ _BASE_INT = re.compile(r"^0(o[0-7]+|x[0-9a-fA-F]+)$")
 _FLOAT = re.compile(r"^[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?$")
 _SPECIAL_FLOAT = re.compile(r"^([-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN))$")
 _STANDARD_TAG = "tag:yaml.org,2002:"
+_IMPLICIT_TAGS = {_STANDARD_TAG + n for n in ("null", "bool", "int", "float", "timestamp", "value", "merge", "str")}
+# Text with anything else is written in double quotes, where PyYAML escapes what it would otherwise read differently.
+_PLAIN_ASCII = re.compile("[\\x20-\\x7e]*")
 
 
 @dataclasses.dataclass
@@ -172,8 +175,8 @@ class _Plainer:
         if node.style in ("'", '"', "|", ">"):
             self.check_tag(node, "str")
             return node.value
-        # A plain scalar carries the tag that YAML 1.1 would give it, or an explicit one, which starts with '!'.
-        if not node.tag.startswith(_STANDARD_TAG):
+        # An unquoted scalar without a tag of its own carries the one that YAML 1.1 would give it.
+        if node.tag not in _IMPLICIT_TAGS:
             self.check_tag(node, "str")
         try:
             return plain_scalar(node.value)
@@ -267,12 +270,16 @@ class _Dumper(yaml.SafeDumper):
 
 
 def _represent_text(dumper: yaml.SafeDumper, text: str) -> yaml.Node:
-    style = "'" if not isinstance(plain_scalar(text) if len(text) < 4000 else text, str) else None
+    is_other = len(text) < 400 and not isinstance(plain_scalar(text), str)
+    style = '"' if not _PLAIN_ASCII.fullmatch(text) else "'" if is_other else None
     return dumper.represent_scalar(_STANDARD_TAG + "str", text, style=style)
 
 
 def _represent_float(dumper: yaml.SafeDumper, number: float) -> yaml.Node:
     text = repr(number)
+    if "." not in text:
+        # YAML 1.1 wants a point before an exponent.
+        text = text.replace("e", ".0e")
     text = {"inf": ".inf", "-inf": "-.inf", "nan": ".nan"}.get(text, text)
     return dumper.represent_scalar(_STANDARD_TAG + "float", text)
 

@@ -7,10 +7,12 @@ objects are read by their fields, so that a configuration can be converted witho
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any
 
 from shoal.kernels.errors import ConfigError
 from shoal.platform.config import CheckpointConfig, RunConfig, ScalingConfig
+from shoal.platform.config_fields import build
 
 #: What to say about a field of Ray's that has no counterpart here.
 _ADVICE = {
@@ -28,6 +30,8 @@ def scaling_config(value: Any) -> ScalingConfig:
     """A ScalingConfig from ours, ray.train's, a mapping or None (defaults). Raises ConfigError naming the field."""
     if value is None or isinstance(value, ScalingConfig):
         return value or ScalingConfig()
+    if isinstance(value, Mapping):
+        return build(ScalingConfig, value, "scaling")
     fields = _fields(value, "ScalingConfig")
     resources = dict(fields.pop("resources_per_worker", None) or {})
     memory = resources.pop("memory", None)
@@ -46,10 +50,10 @@ def run_config(value: Any) -> RunConfig:
     """A RunConfig from ours, ray.train's, a mapping or None (defaults). Raises ConfigError naming the field."""
     if value is None or isinstance(value, RunConfig):
         return value or RunConfig()
+    if isinstance(value, Mapping):
+        return build(RunConfig, value, "run")
     fields = _fields(value, "RunConfig")
-    failure = fields.pop("failure_config", None)
-    if failure is not None:
-        check_failure_config(failure)
+    check_failure_config(fields.pop("failure_config", None))
     checkpoint = fields.pop("checkpoint_config", None)
     # Verbosity of Ray Train's own console; ours is one progress line.
     fields.pop("logging_config", None)
@@ -71,8 +75,9 @@ def checkpoint_config(value: Any) -> CheckpointConfig:
 
 
 def check_failure_config(value: Any) -> None:
-    """Accept a ray.train.FailureConfig that asks for nothing; raise ConfigError for what it does ask for."""
-    _refuse_rest(_fields(value, "FailureConfig"), "ray.train.FailureConfig")
+    """Accept a ray.train.FailureConfig that asks for nothing, or None; raise ConfigError for what it does ask for."""
+    if value is not None:
+        _refuse_rest(_fields(value, "FailureConfig"), "ray.train.FailureConfig")
 
 
 def _fields(value: Any, class_name: str) -> dict[str, Any]:

@@ -169,7 +169,9 @@ def test_schema_carries_every_column_setting():
         dense=["a"],
         weight="w",
         extras=["uid"],
-        sparse=[{"name": "f", "column": "c", "kind": "list", "max_length": 3, "null_policy": "oov", "id_policy": "oov"}],
+        sparse=[
+            {"name": "f", "column": "c", "kind": "list", "max_length": 3, "null_policy": "oov", "id_policy": "oov"}
+        ],
     )
     schema = data.schema()
     assert schema.columns == ["y", "a", "c", "w", "uid"]

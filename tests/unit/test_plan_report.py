@@ -1,0 +1,182 @@
+"""shoal plan: bytes from values alone, the estimate from a sample, and refusals that name what is missing."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from shoal.actors.dataset import scan_dataset
+from shoal.jobs.data_sample import DataSample, FeatureSample, sample_dataset
+from shoal.jobs.plan_report import PROCESS_BYTES, PlanReport, make_report
+from shoal.jobs.plan_text import format_report
+from shoal.kernels.errors import PlanError
+from shoal.kernels.schema import Schema, SparseColumn
+from shoal.platform.config import (
+    DataConfig,
+    JobConfig,
+    OptimizerConfig,
+    RunConfig,
+    ScalingConfig,
+    TableConfig,
+    TablesConfig,
+    TrainConfig,
+)
+
+GIB = 1 << 30
+
+
+def report_of(
+    *, num_workers=2, memory=None, host_bytes=64 * GIB, sizes=(10_000_000, 1000), sample=None, optimizer=None
+) -> PlanReport:
+    config = JobConfig(
+        run=RunConfig(name="r"),
+        data=DataConfig(sparse=["f0", "f1"], batch_size=1000, prefetch_batches=2, window_rows=1000),
+        scaling=ScalingConfig(num_workers=num_workers, memory_per_worker=memory),
+        train=TrainConfig(sparse_optimizer=OptimizerConfig(kind=optimizer)),
+        tables=TablesConfig(overrides={"t1": TableConfig(sharding_type="table_wise")}),
+    )
+    specs = [config.table_spec(f"t{i}", num_embeddings=size, embedding_dim=16) for i, size in enumerate(sizes)]
+    features = {f"t{i}": [f"f{i}"] for i in range(len(sizes))}
+    return make_report(config, specs, features, dense_parameters=1000, sample=sample, host_bytes=host_bytes)
+
+
+def sample_of(*, unique: int, rows: int = 1000, total_rows: int = 1_000_000) -> DataSample:
+    features = {
+        name: FeatureSample(name=name, ids_per_row=2.0, unique_half=unique, unique=unique, unique_per_batch=100)
+        for name in ("f0", "f1")
+    }
+    return DataSample(rows=rows, total_rows=total_rows, features=features)
+
+
+def test_row_bytes_are_weights_optimizer_and_metadata():
+    table = report_of(sizes=(1000, 1000)).tables[0]
+    assert (table.weight_bytes, table.optimizer_bytes, table.metadata_bytes) == (64, 4, 32)
+    assert table.bytes_max == 1000 * 100
+    adam = report_of(sizes=(1000, 1000), optimizer="adam").tables[0]
+    assert (adam.optimizer_bytes, adam.row_bytes) == (128, 224)
+
+
+def test_bytes_of_workers_add_up_to_the_tables():
+    report = report_of(num_workers=3)
+    for table in report.tables:
+        assert sum(table.bytes_per_worker) == pytest.approx(table.bytes_max, abs=3)
+    tables = sum(table.bytes_max for table in report.tables)
+    assert sum(worker.tables_max for worker in report.workers) == pytest.approx(tables, abs=6)
+    assert sum(1 for n in report.tables[1].bytes_per_worker if n) == 1, "table_wise: one worker"
+
+
+def test_imbalance_is_the_fullest_worker_over_the_mean():
+    assert report_of(num_workers=1).imbalance == 1.0
+    uneven = report_of(num_workers=2, sizes=(256, 10_000_000))
+    assert uneven.imbalance == pytest.approx(2.0, rel=0.01)
+    assert any("uneven" in note for note in uneven.notes)
+
+
+def test_estimate_scales_the_upper_bound_and_stays_below_it():
+    report = report_of(sample=sample_of(unique=500))
+    assert report.tables[0].rows_estimate == 500
+    assert report.tables[1].rows_estimate == 500
+    assert report.workers[0].tables_estimate < report.workers[0].tables_max
+    capped = report_of(sample=sample_of(unique=5000))
+    assert capped.tables[1].rows_estimate == 1000
+
+
+def test_dense_batches_and_exchange_are_counted():
+    alone, two = report_of(num_workers=0), report_of(num_workers=2)
+    # Parameters, gradients, reduction buffer and Adam's two moments.
+    assert two.workers[0].dense == 4 * 1000 * 5
+    assert alone.workers[0].exchange == 0
+    # Per feature at most 500 rows of a batch: an id and 16 floats, two buffers each way, half of them elsewhere.
+    assert two.workers[0].exchange == 2 * 500 * (8 + 64) * 4 // 2
+    # Four batches of 500 rows and two windows of 1,000 between two workers: two ids, offsets, label and weight.
+    assert two.workers[0].batches == (4 * 500 + 1000) * (2 * 8 + 2 * 8 + 8)
+
+
+# Row 55 of the list of faults: refused with the table, the bytes needed, the bytes free, and the options.
+def test_table_larger_than_the_configured_memory_is_refused_with_options():
+    with pytest.raises(PlanError) as caught:
+        report_of(memory=2 * GIB, sizes=(100_000_000, 1000))
+    message = str(caught.value)
+    assert "'t0'" in message and "free" in message
+    assert "scaling.memory_per_worker" in message and "workers" in message
+
+
+def test_table_larger_than_this_host_is_refused_with_options():
+    with pytest.raises(PlanError) as caught:
+        report_of(host_bytes=4 * GIB, sizes=(100_000_000, 1000), optimizer="adam")
+    message = str(caught.value)
+    for words in ["table 't0' does not fit", "worker 0 needs", "free for tables per worker: worker 0:", "worker 1:"]:
+        assert words in message
+    for option in [
+        "add workers (now 2)",
+        "memory_per_worker",
+        "data_type to bf16",
+        "rowwise_adagrad",
+        "num_embeddings",
+    ]:
+        assert option in message, option
+
+
+def test_room_for_everything_but_tables_counts_too():
+    with pytest.raises(PlanError):
+        report_of(memory=PROCESS_BYTES, sizes=(1000, 1000))
+
+
+def test_touched_rows_that_fit_pass_on_this_host_with_a_note():
+    report = report_of(host_bytes=4 * GIB, sizes=(100_000_000, 1000), sample=sample_of(unique=500))
+    assert any("estimate" in note for note in report.notes)
+
+
+def test_unknown_limit_is_said_so():
+    report = report_of(host_bytes=None)
+    assert report.limit_bytes is None
+    assert "not known here" in format_report(report)
+
+
+def test_report_is_shown_as_text_and_as_json():
+    report = report_of(sample=sample_of(unique=500))
+    text = format_report(report)
+    assert "t0" in text and "64+4+32 B" in text and "row_wise/64" in text and "imbalance" in text
+    values = json.loads(json.dumps(report.to_dict()))
+    assert values["tables"][0]["bytes_max"] == report.tables[0].bytes_max
+    dynamic = report_of(sizes=(0, 10))
+    assert "dynamic" in format_report(dynamic) and any("dynamic" in note for note in dynamic.notes)
+
+
+def test_sample_counts_ids_and_extrapolates_zipf_within_a_factor_of_two(tmp_path):
+    rng = np.random.default_rng(3)
+    rows, num_files = 40_000, 4
+    ids = np.minimum(rng.zipf(1.5, size=rows), 1 << 40)
+    lists = [list(range(i % 3)) for i in range(rows)]
+    for i in range(num_files):
+        part = slice(i * rows // num_files, (i + 1) * rows // num_files)
+        table = pa.table(
+            {"y": np.zeros(rows // num_files), "z": ids[part], "l": lists[part], "s": [f"k{x}" for x in ids[part]]}
+        )
+        pq.write_table(table, tmp_path / f"{i}.parquet")
+    schema = Schema(label="y", sparse=(SparseColumn(name="z"), SparseColumn(name="l"), SparseColumn(name="s")))
+    dataset = scan_dataset(str(tmp_path), schema)
+    sample = sample_dataset(dataset, schema, batch_rows=100, rows_max=8000)
+    assert (sample.rows, sample.total_rows) == (8000, rows)
+    z = sample.features["z"]
+    assert z.ids_per_row == 1.0
+    assert sample.features["l"].ids_per_row == pytest.approx(1.0, rel=0.01)
+    assert sample.features["s"].unique == z.unique
+    true = len(np.unique(ids))
+    assert 0.5 < z.unique_of(rows, sample.rows) / true < 2.0
+    assert 1 <= z.unique_per_batch <= 100
+
+
+@pytest.mark.parametrize("unique", [0, 1, 1000])
+def test_extrapolation_at_its_ends(unique):
+    feature = FeatureSample(name="f", ids_per_row=1.0, unique_half=unique // 2, unique=unique, unique_per_batch=1)
+    assert feature.unique_of(10**6, 1000) <= math.ceil(10**6)
+    assert feature.unique_of(1000, 1000) == unique
+    if unique == 1000:
+        # Twice the rows, twice the ids: every id is new, and stays so.
+        assert feature.unique_of(10**6, 1000) == 10**6
