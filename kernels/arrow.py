@@ -44,7 +44,8 @@ class Violation(NamedTuple):
 class Conversion:
     """A batch and what was found in it.
 
-    ``counts`` is int64 [declared columns in the order of ``NativeColumns.names``, 3]: nulls, ids cut off, violations.
+    ``counts`` is int64 [declared columns in the order of ``names``, 2 + violation kinds]: nulls, ids cut off by
+    ``max_length``, then how often each of ``VIOLATION_KINDS`` occurred. ``violations`` holds the first few per column.
     """
 
     batch: Batch
@@ -87,6 +88,11 @@ class BatchConverter:
         self._columns = NativeColumns(schema, violations_max=violations_max)
         self._keys = schema.keys
         self._bound: pa.Schema | None = None
+
+    @property
+    def names(self) -> list[str]:
+        """The declared columns in the order of ``Conversion.counts``."""
+        return self._columns.names
 
     def convert(self, table: pa.Table | pa.RecordBatch | Sequence[TablePart], *, position: int = 0) -> Batch:
         """The rows of a table, or of several parts of tables in order, as one Batch.
@@ -136,7 +142,7 @@ class BatchConverter:
 
     def _counters(self, counts: np.ndarray) -> dict[str, int]:
         counters: dict[str, int] = {}
-        for name, (nulls, truncated, _) in zip(self._columns.names, counts.tolist()):
+        for name, (nulls, truncated, *_) in zip(self._columns.names, counts.tolist()):
             if nulls:
                 counters[f"{name}: nulls"] = counters.get(f"{name}: nulls", 0) + nulls
             if truncated:
@@ -163,3 +169,6 @@ _VIOLATIONS = (
     ("bad sample weight", "the sample weight is {value}; it must be finite and >= 0"),
     ("null extra", "an extra column holds a null"),
 )
+
+#: Stable names of what can be wrong with a value, in the order of ``Conversion.counts``.
+VIOLATION_KINDS = tuple(name for name, _ in _VIOLATIONS)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import pyarrow as pa
 import pytest
@@ -31,9 +33,9 @@ def check(table: pa.Table, schema: Schema) -> None:
     for k, feature in enumerate(schema.sparse):
         bags, weights = bags_reference(table, feature)
         cuts = offsets[k * rows : (k + 1) * rows + 1]
-        assert [features.values()[a:b].tolist() for a, b in zip(cuts, cuts[1:])] == bags, feature
+        assert [features.values()[a:b].tolist() for a, b in itertools.pairwise(cuts)] == bags, feature
         if schema.is_weighted:
-            found = [features.weights()[a:b].tolist() for a, b in zip(cuts, cuts[1:])]
+            found = [features.weights()[a:b].tolist() for a, b in itertools.pairwise(cuts)]
             assert found == [[float(np.float32(w)) for w in row] for row in weights]
     expected = torch.tensor(dense_reference(table, schema), dtype=torch.float64).reshape(rows, len(schema.dense))
     assert torch.equal(batch.dense_features, expected.float())

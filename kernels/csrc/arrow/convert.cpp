@@ -19,7 +19,7 @@ class FailureLog {
   FailureLog(int column, int64_t failures_max, BatchArrays* out) : column_(column), left_(failures_max), out_(out) {}
 
   void add(FailureKind kind, int64_t row, double value = 0, int64_t expected = 0) {
-    ++count(kFailures);
+    ++count(static_cast<Counter>(kFirstFailure + static_cast<int>(kind)));
     if (left_-- > 0) out_->failures.push_back({column_, kind, row, value, expected});
   }
   int64_t& count(Counter counter) { return out_->counts[static_cast<size_t>(column_ * kNumCounters + counter)]; }

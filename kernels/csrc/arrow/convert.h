@@ -32,8 +32,8 @@ struct Failure {
   int64_t expected;
 };
 
-// Per spec: how often a policy was applied. Columns of `Batch::counts`.
-enum Counter { kNulls = 0, kTruncated = 1, kFailures = 2, kNumCounters = 3 };
+// Per spec: how often a policy was applied, then how often each kind of failure occurred.
+enum Counter { kNulls = 0, kTruncated = 1, kFirstFailure = 2, kNumCounters = 10 };
 
 struct BatchArrays {
   BatchArrays(int64_t num_rows, int64_t num_features, int64_t capacity, bool is_weighted, int64_t num_dense,
