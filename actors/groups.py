@@ -238,7 +238,7 @@ class _Former:
         )
 
     def _form_gloo(self, name: str) -> tuple[dist.ProcessGroup, list[socket.socket]]:
-        """A Gloo group over all ranks and its connections. Gloo can overstay its timeout, so a thread does the waiting."""
+        """A Gloo group over all ranks and its connections. Gloo can overstay its timeout, so a thread waits for it."""
         spec, store = self.spec, dist.PrefixStore(name, self.store)
         outcome: list[Any] = []
 
@@ -266,7 +266,7 @@ class _Former:
 
     def _gloo_options(self) -> Any:
         spec = self.spec
-        options = dist.ProcessGroupGloo._Options()
+        options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
         address = spec.bind_address or ("127.0.0.1" if len(set(spec.hosts)) == 1 else "")
         create = dist.ProcessGroupGloo
         options._devices = [create.create_device(hostname=address) if address else create.create_default_device()]

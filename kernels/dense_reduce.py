@@ -23,8 +23,8 @@ class DenseReducer:
     """Sums one buffer of ``num_elements`` float32 over ``world_size`` ranks, in place.
 
     First round: ``out_bytes``, ``in_bytes``, ``write``, ``read``. Where ``is_sliced``, a second round with
-    ``gather_out_bytes``, ``gather_in_bytes``, ``gather_write``, ``gather_read``. All sizes are int64 [W], 0 for this rank
-    itself; all addresses are int64 [W], those of the sections in ``Round``.
+    ``gather_out_bytes``, ``gather_in_bytes``, ``gather_write``, ``gather_read``. All sizes are int64 [W], 0 for this
+    rank itself; all addresses are int64 [W], those of the sections in ``Round``.
     """
 
     def __init__(

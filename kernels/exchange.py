@@ -12,9 +12,11 @@ Invariants (PROTOCOLS S1, S2, S3, S6, S10, S11):
 from __future__ import annotations
 
 import dataclasses
+import struct
 import threading
 import time
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
@@ -43,6 +45,16 @@ from shoal.kernels.transport import Transport, name_ranks
 PAYLOAD_KINDS = frozenset({Kind.VALUES, Kind.GRADIENTS, Kind.DENSE})
 #: No message of a section may be announced longer than this; anything above is a broken header.
 SECTION_BYTES_MAX = 1 << 40
+
+#: The varying fields from ``kind`` to ``denominator``, and the numbers.
+_HEADER_FIXED = struct.Struct("<8qQ2qd")
+_HEADER_FIXED_OFFSET = HEADER_DTYPE.fields["kind"][1]  # type: ignore[index]
+_HEADER_NUMBERS = struct.Struct(f"<{NUMBERS_MAX}d")
+_HEADER_NUMBERS_OFFSET = HEADER_DTYPE.fields["numbers"][1]  # type: ignore[index]
+_PREFIX = struct.Struct("<HHIiqq")
+_SEQUENCE = struct.Struct("<I")
+_SEQUENCE_OFFSET = PREFIX_DTYPE.fields["sequence"][1]  # type: ignore[index]
+_PREFIX_OFFSET = PREFIX_DTYPE.fields["kind"][1]  # type: ignore[index]
 
 _STATUS_ERRORS = {
     Status.BAD_ID: BadIdError,
@@ -182,12 +194,11 @@ class Exchange:
         self._sequence = 0
         self._busy = threading.Lock()
         self._header = np.zeros(1, HEADER_DTYPE)
-        self._header_bytes = self._header.view(np.uint8)
+        self._header_bytes: Any = self._header.view(np.uint8)
         self._prefix = np.zeros(1, PREFIX_DTYPE)
-        self._prefix_bytes = self._prefix.view(np.uint8)
+        self._prefix_bytes: Any = self._prefix.view(np.uint8)
         self._header_sizes = np.full(identity.world_size, HEADER_BYTES, np.int64)
-        self._ranks = np.arange(identity.world_size)
-        self._is_peer = self._ranks != identity.rank
+        self._has_detail = False
         self._is_across = np.array([rank not in transport.local_ranks for rank in range(identity.world_size)])
         self._has_across = bool(self._is_across.any())
         self._no_sections = np.zeros((0, identity.world_size), np.int64)
@@ -244,20 +255,45 @@ class Exchange:
         assert sections.shape[0] <= SECTIONS_MAX and sections.shape[1] == self.identity.world_size
         assert len(numbers) <= NUMBERS_MAX
         self._sequence += 1
-        header = self._header[0]
-        header["kind"], header["step"], header["micro_batch"] = kind, step, micro_batch
-        header["num_sections"], header["sequence"] = sections.shape[0], self._sequence
-        header["applied"], header["acked"] = self.applied, self.acked
-        header["flags"], header["control"], header["status"] = flags, control, status
-        header["denominator"] = denominator
-        header["numbers"] = (*numbers, *(0.0,) * (NUMBERS_MAX - len(numbers)))
-        header["detail"] = encode_detail(detail) if detail else b""
+        # One packing of all varying fields: a numpy record costs a microsecond per field.
+        _HEADER_FIXED.pack_into(
+            self._header_bytes,
+            _HEADER_FIXED_OFFSET,
+            kind,
+            step,
+            micro_batch,
+            sections.shape[0],
+            self._sequence,
+            self.identity.rank,
+            self.applied,
+            self.acked,
+            flags,
+            control,
+            status,
+            denominator,
+        )
+        _HEADER_NUMBERS.pack_into(
+            self._header_bytes, _HEADER_NUMBERS_OFFSET, *numbers, *(0.0,) * (NUMBERS_MAX - len(numbers))
+        )
+        if detail or self._has_detail:
+            self._header["detail"] = encode_detail(detail)
+            self._has_detail = bool(detail)
         bases = self._transport.send_buffers(self._header_sizes)
         _shm.header_write(bases, self._header_bytes, SECTIONS_OFFSET, sections)
         addresses = self._swap(self._transport, kind, step, self._header_sizes, self._header_sizes, timeout_s)
-        raw = np.empty(self.identity.world_size, HEADER_DTYPE)
-        _shm.gather_fixed(addresses, HEADER_BYTES, raw.view(np.uint8))
-        return self._agree(raw, kind, step)
+        raw = np.empty((self.identity.world_size, HEADER_BYTES // 8), np.int64)
+        section_bytes = np.empty_like(sections)
+        is_agreed, has_bad_sections, applied, acked, all_flags, total = _shm.header_read(
+            addresses, SECTION_BYTES_MAX, raw, section_bytes
+        )
+        records = raw.view(HEADER_DTYPE)[:, 0]
+        if not is_agreed:
+            raise ProtocolError(f"{_operation(kind, step)}: {describe_disagreement(records)}")
+        if has_bad_sections:
+            raise ProtocolError(f"{_operation(kind, step)}: {describe_bad_sections(section_bytes)}")
+        self.committed = max(self.committed, applied)
+        self.protected = max(self.protected, acked)
+        return Headers(records, Flag(all_flags), total, records["status"], section_bytes)
 
     def round(self, kind: Kind, step: int, out_sections: np.ndarray, in_sections: np.ndarray) -> Round:
         """Open one variable-size exchange of frames (S10).
@@ -293,10 +329,18 @@ class Exchange:
         """The body of ``Round.run``."""
         r = open_round
         self._sequence += 1
-        prefix = self._prefix[0]
-        prefix["kind"], prefix["num_sections"] = r._kind, r._out_sections.shape[0]
-        prefix["status"], prefix["step"], prefix["applied"] = status, r._step, self.applied
-        prefix["sequence"] = self._sequence & 0xFFFFFFFF
+        epoch = self.identity.epoch & 0xFFFFFFFF
+        _PREFIX.pack_into(
+            self._prefix_bytes,
+            _PREFIX_OFFSET,
+            r._kind,
+            r._out_sections.shape[0],
+            epoch,
+            status,
+            r._step,
+            self.applied,
+        )
+        _SEQUENCE.pack_into(self._prefix_bytes, _SEQUENCE_OFFSET, self._sequence & 0xFFFFFFFF)
         _shm.frame_write(self._prefix_bytes, r.bases, r._out_sections, r._out_sizes)
         addresses = self._swap(r._transport, r._kind, r._step, r._out_sizes, r._in_sizes, timeout_s)
         rank, field, got, expected = _shm.frame_check(
@@ -342,25 +386,6 @@ class Exchange:
         count.seconds += seconds
         count.last_s = seconds
 
-    def _agree(self, raw: np.ndarray, kind: Kind, step: int) -> Headers:
-        agreed = raw.view(np.int64).reshape(len(raw), -1)[:, : len(AGREED_FIELDS)]
-        if not ((agreed == agreed[0]).all() and (raw["rank"] == self._ranks).all()):
-            raise ProtocolError(f"{_operation(kind, step)}: {_disagreement(raw)}")
-        num_sections = int(raw["num_sections"][0])
-        section_bytes = np.ascontiguousarray(raw["section_bytes"][:, :num_sections].T)
-        if num_sections and not (section_bytes.min() >= 0 and section_bytes.max() <= SECTION_BYTES_MAX):
-            sender = int(np.nonzero((section_bytes < 0).any(0) | (section_bytes > SECTION_BYTES_MAX).any(0))[0][0])
-            raise ProtocolError(
-                f"{_operation(kind, step)}: rank {sender} announces section_bytes {section_bytes[:, sender].tolist()}"
-            )
-        self.committed = max(self.committed, int(raw["applied"].min()))
-        self.protected = max(self.protected, int(raw["acked"].min()))
-        denominator = 0.0
-        for value in raw["denominator"].tolist():
-            denominator += value
-        flags = Flag(int(np.bitwise_or.reduce(raw["flags"])))
-        return Headers(raw, flags, denominator, raw["status"].copy(), section_bytes)
-
 
 def raise_for_status(statuses: np.ndarray, details: Sequence[str], step: int) -> None:
     """Raise the typed error of the lowest failing rank, listing all of them; the same on every rank."""
@@ -382,7 +407,7 @@ def _operation(kind: Kind, step: int) -> str:
     return f"exchange {Kind(kind).name} of step {step}"
 
 
-def _disagreement(raw: np.ndarray) -> str:
+def describe_disagreement(raw: np.ndarray) -> str:
     """Which ranks differ in which field first, judged against the value that most ranks (the lowest, if tied) hold."""
     for field in AGREED_FIELDS:
         values, counts = np.unique(raw[field], return_counts=True)
@@ -392,6 +417,15 @@ def _disagreement(raw: np.ndarray) -> str:
         common = next(value for value in raw[field].tolist() if value in most)
         odd = [rank for rank, value in enumerate(raw[field].tolist()) if value != common]
         says = ", ".join(f"rank {rank} says {raw[field][rank]}" for rank in odd[:4])
-        return f"{name_ranks(odd)} disagree about {field}: {says}, the others say {common}"
+        return (
+            f"{name_ranks(odd)} disagree{'s' if len(odd) == 1 else ''} about {field}: {says}, the others say {common}"
+        )
     wrong = [rank for rank, value in enumerate(raw["rank"].tolist()) if value != rank]
-    return f"{name_ranks(wrong)} disagree about rank: {[int(raw['rank'][rank]) for rank in wrong[:4]]}"
+    return f"{name_ranks(wrong)} disagree{'s' if len(wrong) == 1 else ''} about rank: {[int(raw['rank'][rank]) for rank in wrong[:4]]}"
+
+
+def describe_bad_sections(section_bytes_SW: np.ndarray) -> str:
+    """Which rank announces a size that cannot be, and all its sizes."""
+    is_bad = (section_bytes_SW < 0) | (section_bytes_SW > SECTION_BYTES_MAX)
+    sender = int(np.nonzero(is_bad.any(0))[0][0])
+    return f"rank {sender} announces section_bytes {section_bytes_SW[:, sender].tolist()}"

@@ -22,7 +22,7 @@ class RollCall:
     ``store`` must be a connection of its own (a store client serialises its callers) with a short timeout.
     """
 
-    def __init__(self, store: Any | None, rank: int, world_size: int, *, wait_s: float = 0.5) -> None:
+    def __init__(self, store: Any, rank: int, world_size: int, *, wait_s: float = 0.5) -> None:
         self.rank, self.world_size = rank, world_size
         self._store, self._wait_s = store, wait_s
         self._signed = False
@@ -39,7 +39,10 @@ class RollCall:
             return
 
     def read(self) -> dict[int, tuple[str, str]] | None:
-        """Signatures (how, why) by rank, after waiting up to ``wait_s`` for all; None when the store is gone."""
+        """Signatures (how, why) by rank; None when the store is gone.
+
+        Waits up to ``wait_s`` for all of them, less if one of them gives a reason: then there is nothing to find out.
+        """
         deadline = time.monotonic() + self._wait_s
         found: dict[int, tuple[str, str]] = {}
         try:
@@ -49,7 +52,8 @@ class RollCall:
                     if rank not in found and self._store.check([key]):
                         how, _, why = self._store.get(key).decode(errors="replace").partition("|")
                         found[rank] = (how, why)
-                if len(found) == self.world_size or time.monotonic() >= deadline:
+                has_reason = any(why for _, why in found.values())
+                if has_reason or len(found) == self.world_size or time.monotonic() >= deadline:
                     return found
                 time.sleep(0.01)
         except Exception:
@@ -59,21 +63,17 @@ class RollCall:
         """Sign, wait, and build the error that names who is missing or who left, and why."""
         self.sign(how)
         found = self.read()
-        if found is None:
-            who = "the store is gone too, so the rank cannot be named"
-            if how == TIMEOUT:
-                return ExchangeTimeoutError(f"{operation} timed out after {timeout_s:g} s on rank {self.rank}: {who}")
-            return PeerError(
-                f"{operation} failed on rank {self.rank}: a peer's connection closed ({cause[:120]}); {who}"
-            )
-        missing = [rank for rank in range(self.world_size) if rank not in found]
-        left = {rank: why for rank, (kind, why) in found.items() if kind == LEFT}
         what = f"{operation} failed on rank {self.rank} of {self.world_size}"
-        if any(kind == TIMEOUT for kind, _ in found.values()):
+        if found is None:
+            kind = ExchangeTimeoutError if how == TIMEOUT else PeerError
+            return kind(f"{what} ({cause[:120]}); the store is gone too, so the rank cannot be named")
+        kind = ExchangeTimeoutError if any(sign == TIMEOUT for sign, _ in found.values()) else PeerError
+        reasons = [f"rank {rank} left: {why}" for rank, (_, why) in sorted(found.items()) if why and rank != self.rank]
+        if reasons:
+            return kind(f"{what}: {'; '.join(reasons)}")
+        missing = [rank for rank in range(self.world_size) if rank not in found]
+        if kind is ExchangeTimeoutError:
             who = f"{name_ranks(missing)} did not arrive" if missing else "every rank is alive but one came too late"
-            return ExchangeTimeoutError(f"{what}: {who} within {timeout_s:g} s")
-        if left:
-            reasons = "; ".join(f"rank {rank} left: {why or 'no reason given'}" for rank, why in sorted(left.items()))
-            return PeerError(f"{what}: {reasons}")
+            return kind(f"{what}: {who} within {timeout_s:g} s")
         who = f"{name_ranks(missing)} died or cannot be reached" if missing else f"a connection broke ({cause[:120]})"
-        return PeerError(f"{what}: {who}")
+        return kind(f"{what}: {who}")

@@ -36,7 +36,7 @@ class CompositeTransport:
             )
         except BaseException as error:
             # What broke within the host must release the peers on other hosts as well (F1).
-            self._remote.abandon(str(error))
+            self._remote.abandon(error)
             raise
         try:
             addresses = self._remote.finish()

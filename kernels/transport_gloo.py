@@ -23,8 +23,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from shoal.kernels.errors import PeerError
-from shoal.kernels.rollcall import CLOSED, TIMEOUT, RollCall
+from shoal.kernels.errors import ExchangeTimeoutError, PeerError
+from shoal.kernels.rollcall import CLOSED, LEFT, TIMEOUT, RollCall
 from shoal.kernels.transport import ByteBuffer, check_self_size, padded
 
 #: Longest single message; Gloo's and the kernel's counters are 32 bits wide in places.
@@ -111,9 +111,12 @@ class GlooTransport:
         addresses[self.rank] = self._offsets[self.rank] + self._send[self._parity].address
         return addresses
 
-    def abandon(self, reason: str) -> None:
-        """Give up an exchange that was started: abort, and let its operations end."""
-        self.abort(reason)
+    def abandon(self, error: BaseException) -> None:
+        """Give up an exchange that was started, because of ``error`` elsewhere: tell why, abort, await its end."""
+        if self._roll_call is not None:
+            reason = str(error.args[0]) if error.args else str(error)
+            self._roll_call.sign(TIMEOUT if isinstance(error, ExchangeTimeoutError) else LEFT, reason)
+        self.abort(str(error))
         for work in self._works:
             with contextlib.suppress(RuntimeError):
                 work.wait()
@@ -154,7 +157,7 @@ class GlooTransport:
     def _all_to_all_cut(
         self, out: torch.Tensor, src: torch.Tensor, wire: np.ndarray, sent: np.ndarray, timeout_s: float
     ) -> None:
-        """The first ``message_bytes_max`` of each message in the collective, the rest in pieces between its two ends."""
+        """The first ``message_bytes_max`` of each message in the collective, the rest in pieces between its ends."""
         limit = int(self._message_bytes_max)
         starts_out, starts_in = np.cumsum(wire) - wire, np.cumsum(sent) - sent
         first_out, first_in = np.minimum(wire, limit), np.minimum(sent, limit)

@@ -209,14 +209,15 @@ def oracle(source: Source, optimizer: OptimizerSpec, num_steps: int, world_for_s
     configs = [*model.bags.embedding_bag_configs(), *model.sequence.embedding_configs()]
     specs = {config.name: make(config) for config in configs}
     weights = {
-        name: initial_rows(spec, torch.arange(spec.num_embeddings)).requires_grad_(True)
-        for name, spec in specs.items()
+        name: initial_rows(spec, torch.arange(spec.num_embeddings)).requires_grad_(True) for name, spec in specs.items()
     }
     model.bags = _PlainBags(model.bags.embedding_bag_configs(), weights)  # type: ignore[assignment]
     model.sequence = _PlainSequences(model.sequence.embedding_configs(), weights)  # type: ignore[assignment]
     dense = torch.optim.Adagrad(model.over.parameters(), lr=0.05)
     first = optimizer.initial_accumulator
-    slots = {n: torch.full((s.num_embeddings, s.optimizer.slot_width(s.embedding_dim)), first) for n, s in specs.items()}
+    slots = {
+        n: torch.full((s.num_embeddings, s.optimizer.slot_width(s.embedding_dim)), first) for n, s in specs.items()
+    }
     touched = {name: torch.zeros(spec.num_embeddings, dtype=torch.bool) for name, spec in specs.items()}
     feed = source.local_feed(Seat(rank=0, world_size=1, shares=(1.0,), start_step=0))
     for step in range(num_steps):

@@ -23,6 +23,8 @@ constexpr int kTableSlots = 4;           // Published exchanges that can be look
 constexpr int kGenerations = 8;          // Attachment counters; a receiver lags by two generations at most.
 constexpr int64_t kSliceNs = 20'000'000;  // Between looks at liveness and abort while asleep.
 constexpr int64_t kMinSegment = 1 << 18;
+constexpr int64_t kFarewellNs = 500'000'000;  // How long a leaving rank waits for peers about to read its last message.
+constexpr uint32_t kAbsent = 0, kPresent = 1, kLeft = 2;
 
 int64_t now_ns() {
   timespec t{};
@@ -84,7 +86,7 @@ struct alignas(64) Boxes::Row {
   std::atomic<uint32_t> sequence;  // The futex word: number of exchanges published.
   std::atomic<uint32_t> waiters;
   std::atomic<int32_t> pid;
-  std::atomic<uint32_t> present;
+  std::atomic<uint32_t> presence;
   std::atomic<uint64_t> pid_namespace;
   alignas(64) std::atomic<uint32_t> attached[kGenerations];
   uint32_t generation[kTableSlots];
@@ -139,13 +141,13 @@ Boxes::Boxes(std::string name, int rank, int num_ranks, double timeout_s, double
   Row* mine = row(rank_);
   mine->pid.store(static_cast<int32_t>(getpid()));
   mine->pid_namespace.store(pid_namespace());
-  mine->present.store(1, std::memory_order_release);
+  mine->presence.store(kPresent, std::memory_order_release);
   if (control()->attached.fetch_add(1) + 1 == static_cast<uint32_t>(num_ranks)) shm_unlink(("/" + name_).c_str());
   while (control()->attached.load() < static_cast<uint32_t>(num_ranks)) {
     if (now_ns() > deadline) {
       std::string who;
       for (int r = 0; r < num_ranks; ++r) {
-        if (row(r)->present.load() == 0) who += " " + std::to_string(r);
+        if (row(r)->presence.load() == kAbsent) who += " " + std::to_string(r);
       }
       give_up("local ranks" + who + " did not attach the shared-memory block " + name_);
     }
@@ -160,13 +162,35 @@ Boxes::Boxes(std::string name, int rank, int num_ranks, double timeout_s, double
 }
 
 Boxes::~Boxes() {
-  if (own_ && control_) {
-    const uint32_t attached = row(rank_)->attached[generation_ % kGenerations].load();
-    if (attached + 1 < static_cast<uint32_t>(num_ranks_)) shm_unlink(("/" + segment_name(rank_, generation_)).c_str());
-  }
+  leave();
+  if (own_) await_readers();
   for (Peer& peer : peers_) {
     if (peer.pidfd >= 0) close(peer.pidfd);
   }
+}
+
+void Boxes::leave() {
+  if (control_) row(rank_)->presence.store(kLeft);
+}
+
+void Boxes::await_readers() {
+  const std::string name = "/" + segment_name(rank_, generation_);
+  const auto is_attached = [&] {
+    const uint32_t attached = row(rank_)->attached[generation_ % kGenerations].load();
+    return attached + 1 >= static_cast<uint32_t>(num_ranks_);
+  };
+  const auto may_attach = [&](int r) {
+    return r != rank_ && row(r)->presence.load() == kPresent && has_reached(row(r)->sequence.load(), grown_at_) &&
+           !is_dead(r);
+  };
+  const int64_t deadline = now_ns() + kFarewellNs;
+  while (!is_attached() && now_ns() < deadline) {
+    bool has_readers = false;
+    for (int r = 0; r < num_ranks_ && !has_readers; ++r) has_readers = may_attach(r);
+    if (!has_readers) break;
+    usleep(200);
+  }
+  if (!is_attached()) shm_unlink(name.c_str());
 }
 
 void Boxes::grow(int64_t bytes) {
@@ -179,6 +203,7 @@ void Boxes::grow(int64_t bytes) {
   if (own_) old_own_.emplace_back(sequence_, std::move(own_));
   own_ = std::move(segment);
   generation_ = next;
+  grown_at_ = sequence_;
   live_.clear();
 }
 
@@ -332,6 +357,13 @@ bool Boxes::resolve(int peer, uint32_t sequence, int64_t expected, int64_t* addr
 }
 
 BoxOutcome Boxes::exchange(const int64_t* sizes, double timeout_s, int64_t* addresses) {
+  BoxOutcome outcome = swap(sizes, timeout_s, addresses);
+  // A rank that failed reads no more: those who leave need not wait for it.
+  if (outcome.fault != BoxFault::kNone) leave();
+  return outcome;
+}
+
+BoxOutcome Boxes::swap(const int64_t* sizes, double timeout_s, int64_t* addresses) {
   const uint32_t sequence = sequence_;
   BoxOutcome outcome = aborted();
   if (outcome.fault != BoxFault::kNone) return outcome;

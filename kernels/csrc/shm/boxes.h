@@ -69,6 +69,11 @@ class Boxes {
   Row* row(int rank) const;
   Control* control() const;
   std::string segment_name(int rank, uint32_t generation) const;
+  // A message was completed here when all had published, but a peer may not have opened this rank's newest segment yet:
+  // waits until all that still will have, at most half a second, then makes sure that the name is gone.
+  void await_readers();
+  void leave();
+  BoxOutcome swap(const int64_t* sizes, double timeout_s, int64_t* addresses);
   int64_t allocate(int64_t bytes);
   void grow(int64_t bytes);
   void publish(uint32_t sequence);
@@ -85,6 +90,7 @@ class Boxes {
   Segment own_;
   std::deque<std::pair<uint32_t, Segment>> old_own_;
   uint32_t generation_ = 0;
+  uint32_t grown_at_ = 0;           // The exchange that first used the current generation.
   uint32_t sequence_ = 0;           // Of the exchange being prepared or last completed.
   std::vector<int64_t> sizes_;      // Of the messages being prepared.
   std::vector<int64_t> offsets_;

@@ -1,5 +1,6 @@
 #include "shm/frame.h"
 
+#include <algorithm>
 #include <cstring>
 
 namespace shoal {
@@ -100,10 +101,29 @@ void header_write(const int64_t* bases, const void* header, int64_t header_bytes
   }
 }
 
-void gather_fixed(const int64_t* bases, int64_t bytes, int64_t world, void* out) {
+HeaderSummary header_read(const int64_t* addresses, int64_t world, int64_t num_sections, int64_t section_bytes_max,
+                          int64_t* out, int64_t* sections) {
+  using L = HeaderLayout;
+  HeaderSummary summary;
   for (int64_t w = 0; w < world; ++w) {
-    std::memcpy(static_cast<char*>(out) + w * bytes, reinterpret_cast<const char*>(bases[w]), static_cast<size_t>(bytes));
+    int64_t* header = out + w * L::kWords;
+    std::memcpy(header, reinterpret_cast<const void*>(addresses[w]), L::kWords * sizeof(int64_t));
+    if (std::memcmp(header, out, L::kAgreedWords * sizeof(int64_t)) != 0 || header[L::kRank] != w) {
+      summary.is_agreed = false;
+    }
+    summary.applied_min = std::min(summary.applied_min, header[L::kApplied]);
+    summary.acked_min = std::min(summary.acked_min, header[L::kAcked]);
+    summary.flags |= static_cast<uint64_t>(header[L::kFlags]);
+    double denominator;
+    std::memcpy(&denominator, header + L::kDenominator, sizeof denominator);
+    summary.denominator += denominator;
+    for (int64_t s = 0; s < num_sections; ++s) {
+      const int64_t bytes = header[L::kSections + s];
+      if (bytes < 0 || bytes > section_bytes_max) summary.has_bad_sections = true;
+      sections[s * world + w] = bytes;
+    }
   }
+  return summary;
 }
 
 }  // namespace shoal

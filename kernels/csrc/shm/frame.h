@@ -53,6 +53,26 @@ FrameFault frame_check(const FramePrefix& common, const int64_t* bases, const in
 void header_write(const int64_t* bases, const void* header, int64_t header_bytes, int64_t sections_offset,
                   const int64_t* sections, int64_t num_sections, int64_t world);
 
-void gather_fixed(const int64_t* bases, int64_t bytes, int64_t world, void* out);
+// Where the fields of a header lie, in 8-byte words; kernels/frame.py has the same as a numpy dtype.
+struct HeaderLayout {
+  static constexpr int64_t kWords = 64;
+  static constexpr int64_t kAgreedWords = 11;  // These must be equal on all ranks.
+  static constexpr int64_t kRank = 11, kApplied = 12, kAcked = 13, kFlags = 14, kStatus = 16, kDenominator = 17;
+  static constexpr int64_t kSections = 18, kSectionsMax = 8;
+};
+
+// What W headers say together.
+struct HeaderSummary {
+  bool is_agreed = true;  // False: the agreed words differ, or a header does not come from the rank it should.
+  bool has_bad_sections = false;
+  int64_t applied_min = INT64_MAX;
+  int64_t acked_min = INT64_MAX;
+  uint64_t flags = 0;
+  double denominator = 0.0;  // Summed in rank order.
+};
+
+// Copies the header at each address to `out` (int64 [W, 64]) and its section sizes to `sections` (int64 [S, W]).
+HeaderSummary header_read(const int64_t* addresses, int64_t world, int64_t num_sections, int64_t section_bytes_max,
+                          int64_t* out, int64_t* sections);
 
 }  // namespace shoal

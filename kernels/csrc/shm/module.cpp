@@ -23,13 +23,14 @@ void require(bool ok, const char* what) {
 
 struct Sections {
   const int64_t* data;
+  int64_t* mutable_data;
   int64_t count;
   int64_t world;
 };
 
 Sections sections_of(const Int64s& sections) {
   require(sections.ndim() == 2, "sections must be int64 [S, W]");
-  return {sections.data(), static_cast<int64_t>(sections.shape(0)), static_cast<int64_t>(sections.shape(1))};
+  return {sections.data(), sections.data(), static_cast<int64_t>(sections.shape(0)), static_cast<int64_t>(sections.shape(1))};
 }
 
 shoal::FramePrefix prefix_of(const Bytes& prefix) {
@@ -66,9 +67,14 @@ void bind_frames(nb::module_& m) {
     shoal::header_write(bases.data(), header.data(), static_cast<int64_t>(header.size()), sections_offset, s.data,
                         s.count, s.world);
   });
-  m.def("gather_fixed", [](Int64s bases, int64_t bytes, Bytes out) {
-    require(bytes >= 0 && out.size() == bases.size() * static_cast<size_t>(bytes), "out holds `bytes` per rank");
-    shoal::gather_fixed(bases.data(), bytes, static_cast<int64_t>(bases.size()), out.data());
+  m.def("header_read", [](Int64s addresses, int64_t section_bytes_max, Int64s out, Int64s sections) {
+    const Sections s = sections_of(sections);
+    require(addresses.size() == sections.shape(1), "addresses [W], sections [S, W]");
+    require(out.size() == addresses.size() * static_cast<size_t>(shoal::HeaderLayout::kWords), "out is int64 [W, 64]");
+    require(s.count <= shoal::HeaderLayout::kSectionsMax, "a header has eight sections at most");
+    const shoal::HeaderSummary h =
+        shoal::header_read(addresses.data(), s.world, s.count, section_bytes_max, out.data(), s.mutable_data);
+    return nb::make_tuple(h.is_agreed, h.has_bad_sections, h.applied_min, h.acked_min, h.flags, h.denominator);
   });
 }
 
