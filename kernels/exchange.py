@@ -23,7 +23,6 @@ import numpy as np
 from shoal.kernels import _shm  # type: ignore[attr-defined]
 from shoal.kernels.errors import BadIdError, CapacityError, DataError, NonFiniteError, PeerError, ProtocolError
 from shoal.kernels.frame import (
-    AGREED_FIELDS,
     FRAME_FIELDS,
     FRAME_MAGIC,
     HEADER_BYTES,
@@ -31,20 +30,21 @@ from shoal.kernels.frame import (
     HEADER_MAGIC,
     NUMBERS_MAX,
     PREFIX_DTYPE,
+    SECTION_BYTES_MAX,
     SECTIONS_MAX,
     SECTIONS_OFFSET,
     Flag,
     Identity,
     Kind,
     Status,
+    describe_bad_sections,
+    describe_disagreement,
     encode_detail,
 )
-from shoal.kernels.transport import Transport, name_ranks
+from shoal.kernels.transport import Transport
 
 #: Kinds whose bytes are rows or gradients: they take the payload transport (NCCL) where there is one.
 PAYLOAD_KINDS = frozenset({Kind.VALUES, Kind.GRADIENTS, Kind.DENSE})
-#: No message of a section may be announced longer than this; anything above is a broken header.
-SECTION_BYTES_MAX = 1 << 40
 
 #: The varying fields from ``kind`` to ``denominator``, and the numbers.
 _HEADER_FIXED = struct.Struct("<8qQ2qd")
@@ -405,27 +405,3 @@ def _status_name(status: int) -> str:
 
 def _operation(kind: Kind, step: int) -> str:
     return f"exchange {Kind(kind).name} of step {step}"
-
-
-def describe_disagreement(raw: np.ndarray) -> str:
-    """Which ranks differ in which field first, judged against the value that most ranks (the lowest, if tied) hold."""
-    for field in AGREED_FIELDS:
-        values, counts = np.unique(raw[field], return_counts=True)
-        if len(values) == 1:
-            continue
-        most = set(values[counts == counts.max()].tolist())
-        common = next(value for value in raw[field].tolist() if value in most)
-        odd = [rank for rank, value in enumerate(raw[field].tolist()) if value != common]
-        says = ", ".join(f"rank {rank} says {raw[field][rank]}" for rank in odd[:4])
-        return (
-            f"{name_ranks(odd)} disagree{'s' if len(odd) == 1 else ''} about {field}: {says}, the others say {common}"
-        )
-    wrong = [rank for rank, value in enumerate(raw["rank"].tolist()) if value != rank]
-    return f"{name_ranks(wrong)} disagree{'s' if len(wrong) == 1 else ''} about rank: {[int(raw['rank'][rank]) for rank in wrong[:4]]}"
-
-
-def describe_bad_sections(section_bytes_SW: np.ndarray) -> str:
-    """Which rank announces a size that cannot be, and all its sizes."""
-    is_bad = (section_bytes_SW < 0) | (section_bytes_SW > SECTION_BYTES_MAX)
-    sender = int(np.nonzero(is_bad.any(0))[0][0])
-    return f"rank {sender} announces section_bytes {section_bytes_SW[:, sender].tolist()}"

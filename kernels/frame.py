@@ -12,6 +12,8 @@ import enum
 
 import numpy as np
 
+from shoal.kernels.transport import name_ranks
+
 #: Changes when the layout or meaning of anything in this file does.
 PROTOCOL_VERSION = 1
 HEADER_MAGIC = 0x4C414F48_53000000 | PROTOCOL_VERSION
@@ -23,6 +25,8 @@ HEADER_BYTES = 512
 DETAIL_BYTES = 256
 #: Sections whose sizes a header can announce.
 SECTIONS_MAX = 8
+#: No section may be announced longer than this; anything above is a broken header.
+SECTION_BYTES_MAX = 1 << 40
 #: Free float64 values of a header, summed over ranks in rank order.
 NUMBERS_MAX = 4
 
@@ -109,7 +113,7 @@ HEADER_DTYPE = np.dtype(
         ("detail", f"S{DETAIL_BYTES}"),
     ]
 )
-AGREED_FIELDS = HEADER_DTYPE.names[: HEADER_DTYPE.names.index("rank")]  # type: ignore[index]
+AGREED_FIELDS = HEADER_DTYPE.names[: HEADER_DTYPE.names.index("rank")]  # type: ignore[union-attr]
 SECTIONS_OFFSET = HEADER_DTYPE.fields["section_bytes"][1]  # type: ignore[index]
 
 #: The prefix of a frame, as csrc/shm/frame.h has it.
@@ -184,3 +188,29 @@ def frame_reference(common: np.ndarray, sections: list[bytes]) -> bytes:
     body = b"".join(section + bytes(-len(section) % 64) for section in sections)
     trailer = TRAILER_MAGIC ^ (int(prefix["sequence"]) << 16)
     return prefix.tobytes() + body + trailer.to_bytes(8, "little")
+
+
+def describe_disagreement(raw: np.ndarray) -> str:
+    """Which ranks differ in which field first, judged against the value that most ranks (the lowest, if tied) hold."""
+    for field in AGREED_FIELDS:
+        values, counts = np.unique(raw[field], return_counts=True)
+        if len(values) == 1:
+            continue
+        most = set(values[counts == counts.max()].tolist())
+        common = next(value for value in raw[field].tolist() if value in most)
+        odd = [rank for rank, value in enumerate(raw[field].tolist()) if value != common]
+        says = ", ".join(f"rank {rank} says {raw[field][rank]}" for rank in odd[:4])
+        return f"{_who_disagrees(odd)} about {field}: {says}, the others say {common}"
+    wrong = [rank for rank, value in enumerate(raw["rank"].tolist()) if value != rank]
+    return f"{_who_disagrees(wrong)} about rank: {raw['rank'][wrong[:4]].tolist()}"
+
+
+def _who_disagrees(ranks: list[int]) -> str:
+    return f"{name_ranks(ranks)} {'disagrees' if len(ranks) == 1 else 'disagree'}"
+
+
+def describe_bad_sections(section_bytes_SW: np.ndarray) -> str:
+    """Which rank announces a size that cannot be, and all its sizes."""
+    is_bad = (section_bytes_SW < 0) | (section_bytes_SW > SECTION_BYTES_MAX)
+    sender = int(np.nonzero(is_bad.any(0))[0][0])
+    return f"rank {sender} announces section_bytes {section_bytes_SW[:, sender].tolist()}"

@@ -9,8 +9,8 @@ import pytest
 
 from shoal.kernels import _shm
 from shoal.kernels.errors import BadIdError, CapacityError, PeerError, ProtocolError
-from shoal.kernels.exchange import Exchange, describe_disagreement, raise_for_status
-from shoal.kernels.frame import AGREED_FIELDS, HEADER_DTYPE, Flag, Identity, Kind, Status
+from shoal.kernels.exchange import Exchange, raise_for_status
+from shoal.kernels.frame import AGREED_FIELDS, HEADER_DTYPE, Flag, Identity, Kind, Status, describe_disagreement
 from shoal.kernels.transport import LoopbackTransport
 
 
