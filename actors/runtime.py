@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 import threading
 import time
 from collections.abc import Mapping
@@ -43,8 +44,9 @@ def create_actor(
     group: PlacementGroup | None = None,
     max_concurrency: int = 4,
     lifetime: str | None = "detached",
+    **kwargs: Any,
 ) -> Any:
-    """Start ``cls(*args)`` as a named actor; returns its handle. Raises ValueError if the name is taken."""
+    """Start ``cls(*args, **kwargs)`` as a named actor; returns its handle. Raises ValueError if the name is taken."""
     strategy = PlacementGroupSchedulingStrategy(placement_group=group) if group is not None else None
     return (
         ray.remote(cls)
@@ -61,7 +63,7 @@ def create_actor(
             resources=dict(resources or {}),
             scheduling_strategy=strategy,
         )
-        .remote(*args)
+        .remote(*args, **kwargs)
     )
 
 
@@ -95,10 +97,28 @@ def start_watchdog(last_contact: Any, limit_s: float, what: str) -> None:
     threading.Thread(target=watch, name="orphan-watchdog", daemon=True).start()
 
 
+class Packed:
+    """A value that may refer to the user's own modules: opened only after the driver's import paths are known.
+
+    Ray unpickles an actor's arguments before its ``__init__`` runs, in a process that knows neither the driver's
+    working directory nor what a script put on ``sys.path``.
+    """
+
+    def __init__(self, value: Any) -> None:
+        self._paths = [path or os.getcwd() for path in sys.path]
+        self._data = ray.cloudpickle.dumps(value)
+
+    def open(self) -> Any:
+        """The value; the driver's import paths that exist here are searched last."""
+        sys.path.extend(path for path in self._paths if path not in sys.path and os.path.isdir(path))
+        return ray.cloudpickle.loads(self._data)
+
+
 class WorkerActor:
     """A Worker in an actor of its own. Its host is its Ray node."""
 
-    def __init__(self, worker_id: str, spec: WorkerSpec, orphan_s: float) -> None:
+    def __init__(self, worker_id: str, packed: Packed, orphan_s: float) -> None:
+        spec: WorkerSpec = packed.open()
         self._worker = Worker(worker_id, spec)
         start_watchdog(lambda: self._worker.last_contact, orphan_s, f"worker {worker_id} of run {spec.run}")
 

@@ -403,7 +403,7 @@ class Session:
         return self._dense_reducer
 
     def _reduce_dense(self, reducer: DenseReducer, dense_grad: Tensor, sources: np.ndarray) -> None:
-        """Sum the received dense gradients in rank order; large ones in slices, which a second round brings together."""
+        """Sum the received dense gradients in rank order; large ones in slices that a second round brings together."""
         reducer.read(dense_grad, sources)
         if reducer.is_sliced:
             gather = self.exchange.round(

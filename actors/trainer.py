@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -231,10 +231,9 @@ class Trainer:
 
     def _log(self) -> None:
         """Merge metrics on rank 0 and hand out a progress record."""
-        merged, loss = self._merge(self.metrics, self._window.loss_sum)
+        merged, sums = self._merge(self.metrics, (self._window.loss_sum, self.session.store.num_rows()))
         if merged is not None:
-            record = self._window.progress(self, merged, loss, self.session)
-            self._on_progress(record)
+            self._on_progress(self._window.progress(self, merged, *sums))
         self._window.restart()
 
     def evaluate(self, num_steps: int | None = None) -> dict[str, float]:
@@ -250,7 +249,7 @@ class Trainer:
         finally:
             source.close()
             self.model.train()
-        merged, _ = self._merge(metrics, 0.0)
+        merged, _ = self._merge(metrics, ())
         if merged is not None:
             self.last_eval = merged.compute()
             self._on_progress(
@@ -278,31 +277,32 @@ class Trainer:
         """Close the step on all ranks (S2), gather metrics on rank 0, and let the worker cut and write."""
         self._on_phase(WorkerPhase.CHECKPOINTING, step)
         self.session.close(step)
-        merged, _ = self._merge(self.metrics, 0.0)
+        merged, _ = self._merge(self.metrics, ())
         if merged is not None:
             self.metrics = merged
         else:
             self.metrics.reset()  # rank 0 holds all of it now, as it will after a resume
         self._on_checkpoint(step)
 
-    def _merge(self, metrics: BinaryMetrics, loss: float) -> tuple[BinaryMetrics | None, float]:
-        """(metrics of all ranks, sum of ``loss``) on rank 0; (None, 0) elsewhere."""
+    def _merge(self, metrics: BinaryMetrics, values: Sequence[float]) -> tuple[BinaryMetrics | None, tuple[float, ...]]:
+        """(metrics of all ranks, sums of ``values`` over ranks) on rank 0; (None, ()) elsewhere."""
         if self.session.exchange.identity.world_size == 1:
-            return metrics.copy(), loss
+            return metrics.copy(), tuple(values)
         state = metrics.state_dict()
-        payload = np.float64(loss).tobytes() + b"".join(tensor.numpy().tobytes() for tensor in state.values())
+        head = np.array(values, dtype=np.float64)
+        payload = head.tobytes() + b"".join(tensor.numpy().tobytes() for tensor in state.values())
         payloads = self.session.gather_bytes(self.step, payload)
         if payloads is None:
-            return None, 0.0
-        merged, total = BinaryMetrics(), 0.0
+            return None, ()
+        merged, total = BinaryMetrics(), np.zeros_like(head)
         for payload in payloads:
-            total += float(np.frombuffer(payload, dtype=np.float64, count=1)[0])
-            values = torch.from_numpy(np.frombuffer(payload, dtype=np.int64, offset=8).copy())
+            total += np.frombuffer(payload, dtype=np.float64, count=head.size)
+            integers = torch.from_numpy(np.frombuffer(payload, dtype=np.int64, offset=head.nbytes).copy())
             sizes = [tensor.numel() for tensor in state.values()]
             other = BinaryMetrics()
-            other.load_state_dict(dict(zip(state, values.split(sizes))))
+            other.load_state_dict(dict(zip(state, integers.split(sizes))))
             merged.merge_(other)
-        return merged, total
+        return merged, tuple(total.tolist())
 
 
 class _Window:
@@ -328,7 +328,7 @@ class _Window:
     def add_loss(self, loss: float) -> None:
         self.loss_sum += loss
 
-    def progress(self, trainer: Trainer, metrics: BinaryMetrics, loss: float, session: Session) -> Progress:
+    def progress(self, trainer: Trainer, metrics: BinaryMetrics, loss: float, num_rows: float) -> Progress:
         """The record of this window."""
         elapsed = max(time.perf_counter() - self.started, 1e-9)
         steps = max(self.steps, 1)
@@ -344,7 +344,7 @@ class _Window:
             "calibration": window["calibration"],
             "log_loss": window["log_loss"],
             "lifetime/auc": metrics.compute()["auc"],
-            "rows": float(session.store.num_rows()),
+            "rows": num_rows,
             "skipped_steps": float(trainer.skipped_steps),
             **{f"phase_ms/{name}": 1e3 * seconds / steps for name, seconds in sorted(self.phases.items())},
         }

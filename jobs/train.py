@@ -165,7 +165,7 @@ class ElasticTrainer:
                 bundle["GPU"] = scaling.gpus_per_worker
             if scaling.memory_per_worker:
                 bundle["memory"] = float(scaling.memory_per_worker)
-            cluster = ClusterSpec(bundle=bundle, make_feeder=FeederMaker(train), feeder_name=feeder)
+            cluster = ClusterSpec(bundle=bundle, start_feeder=FeederMaker(train, feeder))
             return run_on_ray(plan, cluster, collector)
 
     def _result(self, report: RunReport, collector: _Collector) -> Result:

@@ -62,7 +62,9 @@ class WorkerHandle(Protocol):
 class WorkerLauncher(Protocol):
     """Where workers come from."""
 
-    def launch(self, spec: WorkerSpec, num_workers: int, timeout_s: float) -> Sequence[WorkerHandle]: ...
+    def launch(
+        self, spec: WorkerSpec, num_workers: int, start_step: int, timeout_s: float
+    ) -> Sequence[WorkerHandle]: ...
     def open_store(self) -> tuple[str, int]:
         """Host a TCPStore; returns its address. The previous one, if any, is closed."""
         ...
@@ -155,6 +157,11 @@ class Controller:
         """Ask for an orderly end: the step in progress is finished and a checkpoint written."""
         self._stop_reason = self._stop_reason or reason
 
+    def abort(self) -> None:
+        """End everything now, without a checkpoint."""
+        self._over = self._over or (RunPhase.STOPPED, "aborted")
+        self._launcher.release()
+
     @property
     def failure(self) -> BaseException | None:
         """The typed error that ended the run, where it is known in this process."""
@@ -189,7 +196,7 @@ class Controller:
         self._launch()
         for rank in range(len(self._handles)):
             self._handle(WorkerReady(rank))
-        while not self._state.phase.is_over:
+        while not self._state.phase.is_over and self._over is None:
             if self._stop_reason is not None:
                 self._handle(StopRequested(self._stop_reason))
             events = self._poll_workers()
@@ -228,7 +235,9 @@ class Controller:
         plan = self.plan
         started = time.monotonic()
         self._publish("launch", workers=max(1, plan.num_workers))
-        self._handles = self._launcher.launch(plan.worker, max(1, plan.num_workers), plan.start_timeout_s)
+        self._handles = self._launcher.launch(
+            plan.worker, max(1, plan.num_workers), self._first_step, plan.start_timeout_s
+        )
         remaining = max(1.0, plan.start_timeout_s - (time.monotonic() - started))
         self._infos = list(self._pool.map(lambda handle: handle.prepare(remaining), self._handles))
         first = self._infos[0]

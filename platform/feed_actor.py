@@ -13,14 +13,20 @@ from shoal.platform.job import Source
 
 @dataclasses.dataclass(frozen=True)
 class FeederMaker:
-    """Builds the Feeder, in its actor."""
+    """Starts the Feeder actor for a run that begins at some step."""
 
     source: Source
+    name: str
 
-    def __call__(self) -> Any:
+    def __call__(self, start_step: int, num_workers: int) -> Any:
+        from shoal.actors.runtime import create_actor
         from shoal.platform.feeder import Feeder
 
-        return Feeder(self.source.dataset, self.source.order, stop_step=self.source.num_steps)
+        options = {"start_step": start_step, "stop_step": self.source.num_steps}
+        # Every worker may wait in a call of its own.
+        return create_actor(
+            Feeder, self.name, self.source.dataset, self.source.order, None, max_concurrency=num_workers + 4, **options
+        )
 
 
 @dataclasses.dataclass(frozen=True)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
+import os
 import signal
 import threading
 import time
@@ -31,12 +32,10 @@ logger = logging.getLogger(__name__)
 class ClusterSpec:
     """What a run asks of a Ray cluster."""
 
-    address: str = "local"
     #: Resources of one worker's placement group: CPU, GPU, memory and custom ones.
     bundle: Mapping[str, float] = dataclasses.field(default_factory=lambda: {"CPU": 1.0})
-    #: Builds the Feeder (a plain class) in its actor; None where workers read their files themselves.
-    make_feeder: Callable[[], Any] | None = None
-    feeder_name: str = ""
+    #: Starts the Feeder actor, given the first step and the number of workers.
+    start_feeder: Callable[[int, int], Any]
     #: A worker that no controller has polled for this long ends itself.
     orphan_s: float = 120.0
     #: A run whose driver has not polled for this long takes a checkpoint and ends.
@@ -83,7 +82,9 @@ class LocalLauncher:
     def __init__(self) -> None:
         self._handles: list[LocalHandle] = []
 
-    def launch(self, spec: WorkerSpec, num_workers: int, timeout_s: float) -> Sequence[WorkerHandle]:
+    def launch(
+        self, spec: WorkerSpec, num_workers: int, start_step: int, timeout_s: float
+    ) -> Sequence[WorkerHandle]:
         assert num_workers == 1
         self._handles = [LocalHandle("local", spec)]
         return self._handles
@@ -159,23 +160,25 @@ class RayLauncher:
         self._feeder: Any = None
         self._store: Any = None
 
-    def launch(self, spec: WorkerSpec, num_workers: int, timeout_s: float) -> Sequence[WorkerHandle]:
-        from shoal.actors.runtime import WorkerActor, actor_name, create_actor, reserve
+    def launch(
+        self, spec: WorkerSpec, num_workers: int, start_step: int, timeout_s: float
+    ) -> Sequence[WorkerHandle]:
+        from shoal.actors.runtime import Packed, WorkerActor, actor_name, create_actor, reserve
 
         deadline = time.monotonic() + timeout_s
         cluster = self._cluster
-        if cluster.make_feeder is not None:
-            self._feeder = create_actor(FeederActor, cluster.feeder_name, cluster.make_feeder, lifetime="detached")
+        self._feeder = cluster.start_feeder(start_step, num_workers)
         token = uuid.uuid4().hex[:8]
         names = [actor_name(self._run, f"worker-{index}-{token}") for index in range(num_workers)]
         self._groups = [reserve(name, cluster.bundle) for name in names]
         self._wait_for_groups(deadline, timeout_s)
+        packed = Packed(spec)
         for index, (name, group) in enumerate(zip(names, self._groups)):
             actor = create_actor(
                 WorkerActor,
                 name,
                 str(index),
-                spec,
+                packed,
                 cluster.orphan_s,
                 num_cpus=cluster.bundle.get("CPU", 0),
                 num_gpus=cluster.bundle.get("GPU", 0),
@@ -219,20 +222,11 @@ class RayLauncher:
         self._handles, self._groups, self._feeder, self._store = [], [], None, None
 
 
-class FeederActor:
-    """The Feeder in an actor of its own; calls go through by name."""
-
-    def __init__(self, make_feeder: Callable[[], Any]) -> None:
-        self._feeder = make_feeder()
-
-    def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        return getattr(self._feeder, method)(*args, **kwargs)
-
-
 class ControllerActor:
     """The Controller in an actor of its own. It ends the run when the driver has gone."""
 
-    def __init__(self, plan: RunPlan, cluster: ClusterSpec) -> None:
+    def __init__(self, packed: Any) -> None:
+        plan, cluster = packed.open()
         self._controller = Controller(plan, RayLauncher(plan.name, cluster))
         self._grace_s = cluster.driver_grace_s
         self._last_contact = time.monotonic()
@@ -248,9 +242,7 @@ class ControllerActor:
         self._controller.stop(f"the driver has not been heard of for {self._grace_s:g} s")
         while not self._controller.report(0).phase.is_over:
             time.sleep(1.0)
-        import ray
-
-        ray.actor.exit_actor()
+        os._exit(0)
 
     def report(self, cursor: int) -> tuple[RunReport, BaseException | None]:
         self._last_contact = time.monotonic()
@@ -259,6 +251,10 @@ class ControllerActor:
 
     def stop(self, reason: str) -> None:
         self._controller.stop(reason)
+
+    def abort(self) -> None:
+        """End workers and placement groups now."""
+        self._controller.abort()
 
 
 class _RayController:
@@ -289,7 +285,7 @@ def run_on_ray(plan: RunPlan, cluster: ClusterSpec, on_item: Callable[[Any], Non
     """Run ``plan`` on the connected Ray cluster; see ``watch``. Whatever happens, nothing of the run is left behind."""
     import ray
 
-    from shoal.actors.runtime import actor_name, create_actor, find_actor
+    from shoal.actors.runtime import Packed, actor_name, create_actor, find_actor
 
     name = actor_name(plan.name, "controller")
     if find_actor(name) is not None:
@@ -297,10 +293,13 @@ def run_on_ray(plan: RunPlan, cluster: ClusterSpec, on_item: Callable[[Any], Non
             f"run {plan.name!r} is already running on this cluster (actor {name!r}); stop it first or choose another "
             "run.name"
         )
-    actor = create_actor(ControllerActor, name, plan, cluster, max_concurrency=8)
+    actor = create_actor(ControllerActor, name, Packed((plan, cluster)), max_concurrency=8)
     client = _RayController(actor)
     try:
         report = watch(client, on_item)
+    except BaseException:
+        _quietly(lambda: ray.get(actor.abort.remote(), timeout=plan.stop_timeout_s))
+        raise
     finally:
         _quietly(lambda: ray.kill(actor, no_restart=True))
     _raise_failure(report, client.failure)
