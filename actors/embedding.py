@@ -1,8 +1,8 @@
 """EmbeddingBagCollection and EmbeddingCollection: TorchRec's modules, which a session can attach to sharded tables.
 
 On its own a collection is an ordinary module with dense weights (``embedding_bags.<table>.weight`` or
-``embeddings.<table>.weight``), initialised by the same function of (seed, id, column) as the rows of a sharded table, so
-that an unsharded model is the oracle of a sharded one. Attached, it holds no weights, and its forward asks the session.
+``embeddings.<table>.weight``), initialised by the same function of (seed, id, column) as the rows of a sharded table:
+an unsharded model is the oracle of a sharded one. Attached, it holds no weights, and its forward asks the session.
 
 Source of the interface: TorchRec 1.9.2, ``torchrec/modules/embedding_modules.py``; the bodies are our own.
 
