@@ -39,6 +39,8 @@ class FeederOptions:
     prefetch_windows: int = 2
     #: Blocks kept in the object store, bytes; a window somebody waits for is made all the same.
     bytes_max: int = 2 * 2**30
+    #: Until Ray Data delivers its first window, read the windows that are asked for in the feeder's own process.
+    read_here_when_cold: bool = True
 
 
 @dataclasses.dataclass
@@ -126,7 +128,7 @@ class Feeder:
             is_past = key < _key(self._cursor) or (lost_version is not None and key not in self._blocks)
             if key not in self._blocks and self._error is None:
                 # Ray Data takes seconds to its first block (measured: 2.4-3.7 s warm): meanwhile read here.
-                if is_past or not self._is_warm:
+                if is_past or (self._options.read_here_when_cold and not self._is_warm):
                     return self._read_here(key, lanes)
                 if self._distance(key) > self._options.prefetch_windows + 4:
                     self._restart(self._order.windows(epoch)[window])
