@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from shoal.jobs.cli_options import add_address, add_job, add_json, load_job, print_json
 
 if TYPE_CHECKING:
+    from shoal.jobs.train import Result
     from shoal.platform.config import JobConfig
 
 HELP = "train the model of a job file"
@@ -23,6 +24,14 @@ def run(args: argparse.Namespace) -> int:
     return run_job(load_job(args), as_json=args.json)
 
 
+def summary_line(name: str, result: Result) -> str:
+    """How a run ended: its last training window, and its last evaluation where there was one."""
+    wanted = ("loss", "ne", "auc", "samples_per_s", "eval/auc", "eval/log_loss", "eval/ne", "eval/calibration")
+    values = [f"{name}={result.metrics[name]:.5g}" for name in wanted if name in result.metrics]
+    ended = "stopped" if result.is_stopped else "finished"
+    return " ".join([f"run {name} {ended}: steps={result.steps}", *values])
+
+
 def run_job(config: JobConfig, *, as_json: bool = False) -> int:
     """Check, train, and say what came out and what to do next."""
     from shoal.platform.preflight import check_job
@@ -35,8 +44,7 @@ def run_job(config: JobConfig, *, as_json: bool = False) -> int:
     if as_json:
         print_json({"run_dir": result.path, "checkpoint": result.checkpoint, "metrics": dict(result.metrics)})
         return 0
-    metrics = " ".join(f"{name}={value:.5g}" for name, value in result.metrics.items() if isinstance(value, float))
-    print(f"run {config.run.name} finished: {metrics}")
+    print(summary_line(config.run.name, result))
     has_test_data = bool(config.data.test or config.data.eval)
     commands = next_commands(result.path, has_test_data=has_test_data, has_checkpoint=result.checkpoint is not None)
     print(format_next_steps(commands))

@@ -116,19 +116,10 @@ def plan_job(config: JobConfig, *, use_sample: bool = True) -> PlanReport:
 
     Raises PlanError when it cannot fit, ConfigError and DataError as training would.
     """
-    from shoal.actors.embedding import lazy_tables
-    from shoal.actors.sharded import describe_model
     from shoal.jobs.data_sample import sample_dataset
-    from shoal.platform.factory import add_working_dir_to_path, build_model
-    from shoal.platform.job import TableMaker
+    from shoal.jobs.job_tables import describe_job, features_by_table
 
-    add_working_dir_to_path()
-    with lazy_tables():
-        model = build_model(config.model)
-    described = describe_model(model, TableMaker(config), {})
-    features: dict[str, list[str]] = {spec.name: [] for spec in described.tables}
-    for feature in described.features:
-        features[described.tables[feature.table].name].append(feature.name)
+    model, described = describe_job(config)
     sample = None
     if use_sample and config.data.train:
         from shoal.actors.dataset import scan_dataset
@@ -141,7 +132,7 @@ def plan_job(config: JobConfig, *, use_sample: bool = True) -> PlanReport:
     return make_report(
         config,
         described.tables,
-        features,
+        features_by_table(described),
         dense_parameters=dense_parameters,
         sample=sample,
         host_bytes=_host_bytes(config),

@@ -28,11 +28,11 @@ from shoal.platform.config import (
     TablesConfig,
     TrainConfig,
 )
-from shoal.platform.config_file import dump_config
 from shoal.platform.config_ray import run_config, scaling_config
 from shoal.platform.controller import RunReport
-from shoal.platform.job import FactoryModel, Source, make_plan, open_source
+from shoal.platform.job import FactoryModel, Source, make_plan, open_source, package_versions
 from shoal.platform.launch import ClusterSpec, run_in_process, run_on_ray
+from shoal.platform.run_folder import write_run_config
 from shoal.platform.state import RunPhase
 from shoal.platform.storage import Storage
 from shoal.platform.telemetry import ProgressRecord
@@ -136,8 +136,9 @@ class ElasticTrainer:
             raise ConfigError("data.train names no files to train on")
         train = open_source(config, config.data.train, is_training=True)
         evaluation = open_source(config, config.data.eval, is_training=False) if config.data.eval else None
-        storage = Storage(config.run.run_dir)
-        storage.write_bytes("config.yaml", dump_config(config).encode())
+        digest = train.order.fingerprint()["digest"]
+        provenance = {"versions": package_versions(), "seed": config.train.seed, "data_fingerprint": digest}
+        write_run_config(Storage(config.run.run_dir), config, provenance)
         collector = _Collector(progress or Progress(), on_record)
         with collector.progress:
             if config.scaling.max_workers == 0:

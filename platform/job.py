@@ -6,7 +6,6 @@ The small classes here are picklable functions: they travel to workers inside a 
 from __future__ import annotations
 
 import dataclasses
-import importlib
 import importlib.metadata
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -20,37 +19,24 @@ from shoal.actors.feed import Assignment, BatchSource, LocalFeed
 from shoal.actors.trainer import LoopSpec
 from shoal.actors.worker import Seat, WorkerSpec
 from shoal.kernels.errors import ConfigError
-from shoal.kernels.schema import Schema, SparseColumn
+from shoal.kernels.schema import Schema
 from shoal.kernels.spec import IdPolicy, TableSpec
 from shoal.kernels.tables import BaseEmbeddingConfig, table_seed
-from shoal.platform.config import DataConfig, JobConfig
+from shoal.platform.config import DataConfig, JobConfig, ModelConfig
 from shoal.platform.controller import RunPlan
+from shoal.platform.factory import build_model
 from shoal.platform.manifest import CheckpointName
 from shoal.platform.order import OrderSpec, VirtualOrder
 from shoal.platform.placement import ShardingType
 from shoal.platform.storage import Storage
 
+#: Whose versions a run records.
 _PACKAGES = ("shoal", "torch", "ray", "pyarrow", "numpy")
 
 
 def make_schema(data: DataConfig) -> Schema:
     """The declared columns of the data section."""
-    schema = Schema(
-        label=data.label,
-        dense=data.dense,
-        weight=data.weight,
-        sparse=tuple(
-            SparseColumn(
-                name=feature.name,
-                column=feature.column,
-                kind=feature.kind,
-                weights_column=feature.weights_column,
-                max_length=feature.max_length,
-                null_policy=feature.null_policy,
-            )
-            for feature in data.sparse
-        ),
-    )
+    schema = data.schema()
     schema.validate()
     return schema
 
@@ -63,15 +49,7 @@ class FactoryModel:
     args: dict[str, Any]
 
     def __call__(self) -> nn.Module:
-        module_name, _, function_name = self.factory.partition(":")
-        try:
-            function = getattr(importlib.import_module(module_name), function_name)
-        except (ImportError, AttributeError) as error:
-            raise ConfigError(f"model.factory {self.factory!r} cannot be imported: {error}") from error
-        try:
-            model = function(**self.args)
-        except TypeError as error:
-            raise ConfigError(f"model.factory {self.factory!r} does not take model.args: {error}") from error
+        model = build_model(ModelConfig(factory=self.factory, args=self.args))
         if not isinstance(model, nn.Module):
             raise ConfigError(f"model.factory {self.factory!r} returned {type(model).__name__}, not an nn.Module")
         return model
@@ -200,6 +178,11 @@ def dense_optimizer_spec(config: JobConfig) -> DenseOptimizerSpec:
     return DenseOptimizerSpec(kind=dense.kind, lr=config.dense_lr(0), options=options)
 
 
+def package_versions() -> dict[str, str]:
+    """Versions of what a run's numbers depend on."""
+    return {name: importlib.metadata.version(name) for name in _PACKAGES}
+
+
 def make_plan(
     config: JobConfig,
     build_model: Callable[[], nn.Module],
@@ -252,5 +235,5 @@ def make_plan(
         check_fingerprint=train.order.check_fingerprint,
         start_timeout_s=timeouts.start_timeout_s,
         stop_timeout_s=timeouts.stop_timeout_s,
-        versions={name: importlib.metadata.version(name) for name in _PACKAGES},
+        versions=package_versions(),
     )
