@@ -7,6 +7,7 @@ overlap with the disk's work on the other.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import threading
 import time
@@ -39,6 +40,8 @@ class ObjectWriter(Protocol):
     """The part of ``shoal.platform.storage.Storage`` that a snapshot needs."""
 
     def write_object(self, path: str, produce: Callable[[IO[bytes]], T]) -> T: ...
+
+    def delete_file(self, path: str) -> None: ...
 
 
 class BlockSource(Protocol):
@@ -128,26 +131,32 @@ def write_snapshot(
         storage: where; ``directory`` is the checkpoint's folder, as ``shoal.platform.checkpoint`` names it.
         rank: of the writer; part of the file names, so no two workers write one file.
 
-    Returns the entries of the files, in table order. Raises StorageError (after removing the file that failed; the
-    others are leftovers without a manifest) or SnapshotCancelledError.
+    Returns the entries of the files, in table order. Raises StorageError or SnapshotCancelledError, after removing what
+    it wrote as far as the storage still answers; what remains is a leftover without a manifest.
     """
     limiter = limiter or RateLimiter()
+    paths: list[str] = []
     pending: deque[Future[FileEntry]] = deque()
     entries: list[FileEntry] = []
-    with ThreadPoolExecutor(max_workers=2, thread_name_prefix="shoal-snapshot") as pool:
-        try:
-            for number, spec in enumerate(tables):
-                parts = _parts(source, number, spec, sorted(owned.get(spec.name, ())), part_bytes)
-                for part, pieces in enumerate(parts):
-                    path = part_path(spec.name, rank, part)
-                    pending.append(pool.submit(_write_part, storage, directory, path, spec, pieces, limiter))
+    try:
+        with ThreadPoolExecutor(max_workers=2, thread_name_prefix="shoal-snapshot") as pool:
+            try:
+                for spec, part, pieces in _parts(source, owned, tables, part_bytes):
+                    paths.append(part_path(spec.name, rank, part))
+                    pending.append(pool.submit(_write_part, storage, directory, paths[-1], spec, pieces, limiter))
                     del pieces
                     if len(pending) == 2:
                         entries.append(pending.popleft().result())
-            entries.extend(future.result() for future in pending)
-        except BaseException:
-            limiter.cancel()
-            raise
+                entries.extend(future.result() for future in pending)
+            except BaseException:
+                limiter.cancel()
+                raise
+    except BaseException:
+        # A full disk must not stay full of what can never become a checkpoint.
+        with contextlib.suppress(OSError):
+            for path in paths:
+                storage.delete_file(f"{directory}/{path}")
+        raise
     return entries
 
 
@@ -200,34 +209,38 @@ Pieces = list[tuple[int, BlockRows]]
 
 
 def _parts(
-    source: BlockSource, number: int, spec: TableSpec, blocks: Sequence[int], part_bytes: int
-) -> Iterator[Pieces]:
-    """Rows of ``blocks`` cut into lists of (block, rows) of about ``part_bytes``; a large block spans several."""
-    row_bytes = spec.row_bytes + 24
-    part_rows = max(1, part_bytes // row_bytes)
-    pieces: Pieces = []
-    num_rows = 0
-    for block in blocks:
-        rows = source.export_block(number, block)
-        total = len(rows)
-        start = 0
-        while start < total:
-            end = min(total, start + part_rows - num_rows)
-            pieces.append((block, narrow(rows, start, end)))
-            num_rows += end - start
-            start = end
-            if num_rows == part_rows:
-                yield pieces
-                pieces, num_rows = [], 0
-    if pieces:
-        yield pieces
+    source: BlockSource, owned: Mapping[str, Sequence[int]], tables: Sequence[TableSpec], part_bytes: int
+) -> Iterator[tuple[TableSpec, int, Pieces]]:
+    """(table, number of the part, its rows), each part of at most ``part_bytes``; a large block spans several."""
+    for table, spec in enumerate(tables):
+        part_rows = max(1, part_bytes // _row_bytes(spec))
+        number = num_rows = 0
+        pieces: Pieces = []
+        for block in sorted(owned.get(spec.name, ())):
+            rows = source.export_block(table, block)
+            start = 0
+            while start < len(rows):
+                end = min(len(rows), start + part_rows - num_rows)
+                pieces.append((block, narrow(rows, start, end)))
+                num_rows += end - start
+                start = end
+                if num_rows == part_rows:
+                    yield spec, number, pieces
+                    pieces, num_rows, number = [], 0, number + 1
+        if pieces:
+            yield spec, number, pieces
+
+
+def _row_bytes(spec: TableSpec) -> int:
+    """Bytes of a row in a part file: with its id, step and count."""
+    return spec.row_bytes + 24
 
 
 def _write_part(
     storage: ObjectWriter, directory: str, path: str, spec: TableSpec, pieces: Pieces, limiter: RateLimiter
 ) -> FileEntry:
     blocks = tuple(dict.fromkeys(block for block, _ in pieces))
-    batches = _batches(pieces, max(1, BATCH_BYTES // (spec.row_bytes + 24)))
+    batches = _batches(pieces, max(1, BATCH_BYTES // _row_bytes(spec)))
 
     def produce(stream: IO[bytes]) -> ChecksumSink:
         sink = ChecksumSink(stream, limiter)

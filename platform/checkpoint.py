@@ -211,12 +211,15 @@ def plan_collect(
 ) -> list[CheckpointName]:
     """Which checkpoint folders to delete so that the newest ``keep`` complete ones, and all they need, remain. Pure.
 
-    ``active`` names writes in progress, which have no manifest yet and are not touched.
+    Writes in progress have no manifest yet. Workers write their checkpoints in order, so an incomplete folder is a
+    leftover once a newer checkpoint is complete; a newer one, or one that ``active`` names, is left alone.
     """
     assert keep >= 1
     by_name = {str(info.name): info for info in infos}
     complete = sorted((i.name for i in infos if i.state is CheckpointState.COMPLETE), reverse=True)
     kept = {str(name) for name in [*complete[:keep], *active]}
+    incomplete = (info.name for info in infos if info.state is CheckpointState.INCOMPLETE)
+    kept |= {str(name) for name in incomplete if not complete or name > complete[0]}
     frontier = list(kept)
     while frontier:
         info = by_name.get(frontier.pop())
@@ -228,6 +231,12 @@ def plan_collect(
     return [info.name for info in infos if str(info.name) not in kept and info.state in removable]
 
 
+def discard(storage: Storage, name: CheckpointName) -> None:
+    """Delete a checkpoint, or what a failed write left of one; the manifest first, so it is never seen half deleted."""
+    storage.delete_file(f"{name.directory}/{MANIFEST_NAME}")
+    storage.delete_dir(name.directory)
+
+
 def collect(
     storage: Storage,
     keep: int,
@@ -235,11 +244,10 @@ def collect(
     active: Collection[CheckpointName] = (),
     first_steps: Mapping[int, int] | None = None,
 ) -> list[CheckpointName]:
-    """Delete what ``plan_collect`` says, manifests first, so that a half-deleted checkpoint is never seen as one."""
+    """Delete what ``plan_collect`` says; returns the names."""
     doomed = plan_collect(list_checkpoints(storage, first_steps=first_steps), keep, active)
     for name in doomed:
-        storage.delete_file(f"{name.directory}/{MANIFEST_NAME}")
-        storage.delete_dir(name.directory)
+        discard(storage, name)
     return doomed
 
 

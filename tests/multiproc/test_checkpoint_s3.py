@@ -200,11 +200,11 @@ def test_save_list_verify_load_damage_and_collect_on_s3(bucket: str, tmp_path: P
         load_rows(Blocks(), TABLES, owned(0, 1), plan_load(second, TABLES, owned(0, 1)), storage, second.name.directory)
 
     third, fourth = save(storage, store, 3), save(storage, store, 4)
-    storage.write_bytes("checkpoints/step-00000005.e0/tables/adam/part-00000-00000.arrow", b"leftover")
+    storage.write_bytes("checkpoints/step-00000003.e0.a1/tables/adam/part-00000-00000.arrow", b"leftover")
     checkpoint.collect(storage, keep=1)
     remaining = {i.name for i in list_checkpoints(uri) if i.state is CheckpointState.COMPLETE}
     assert remaining == {fourth.name} and third.name not in remaining
-    assert not storage.list_files("checkpoints/step-00000005.e0")
+    assert not storage.list_files("checkpoints/step-00000003.e0.a1")
 
 
 def test_errors_of_the_server_name_the_uri_and_not_the_secret(bucket: str) -> None:
