@@ -91,7 +91,7 @@ class ShoalRank:
             GroupSpec(run="bench", epoch=epoch, rank=rank, hosts=("h",) * world_size, store_port=store_port)
         )
         owners = [np.array([index % world_size], dtype=np.uint16) for index in range(len(tables.tables))]
-        store = RowStore(tables.tables)
+        store = RowStore(tables.tables, num_threads=1, undo_steps=0)
         for index, owner in enumerate(owners):
             if owner[0] == rank:
                 store.add_block(index, 0)
