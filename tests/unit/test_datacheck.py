@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from shoal.jobs.cli import main
 from shoal.kernels.errors import DataError
 from shoal.kernels.schema import Schema, SparseColumn
 from shoal.platform.datacheck import Report, check_dataset
@@ -130,3 +132,26 @@ def test_no_rows_at_all_is_a_violation_and_no_files_an_error(tmp_path: Path) -> 
         check_dataset(str(tmp_path), SCHEMA)
     pq.write_table(pa.table(good()).slice(0, 0), tmp_path / "a.parquet")
     assert ("empty data set", "") in found(check_dataset(str(tmp_path), SCHEMA))
+
+
+def test_the_command_exits_with_1_and_prints_places(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    bad = good()
+    bad["y"][3] = 7
+    write(tmp_path / "b.parquet", bad)
+    job = tmp_path / "job.yaml"
+    job.write_text(f"data: {{train: [{tmp_path}], label: y, dense: [d], sparse: [{{name: user, column: u}}]}}\n")
+    assert main(["data", "check", str(job)]) == 1
+    assert "train:     " in (text := capsys.readouterr().out) and "row group 0, row 3: the label is 7" in text
+    assert main(["data", "check", str(job), "--json"]) == 1
+    assert json.loads(capsys.readouterr().out)["train"]["findings"][0]["kind"] == "bad label"
+
+
+def test_the_command_checks_ids_against_the_models_tables(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write(tmp_path / "a.parquet", good())
+    job = tmp_path / "job.yaml"
+    model = "{factory: shoal.jobs.models.dlrm:build, args: {num_dense: 1, tables: {user: 10}}}"
+    job.write_text(
+        f"model: {model}\ndata: {{train: [{tmp_path}], label: y, dense: [d], sparse: [{{name: user, column: u}}]}}\n"
+    )
+    assert main(["data", "check", str(job)]) == 1
+    assert "id 10 of feature 'user' is outside its table, 0 .. 9" in capsys.readouterr().out
