@@ -6,7 +6,12 @@ The names below are imported on first use, so that ``import shoal`` and ``shoal 
 from __future__ import annotations
 
 import importlib
+import pkgutil
 from typing import Any
+
+# A Ray job whose working directory is this repository finds this file before the installed package's; the installed
+# package's folders (kernels, actors, platform, jobs) then still have to be found.
+__path__ = pkgutil.extend_path(__path__, __name__)
 
 __version__ = "0.1.0"
 

@@ -162,8 +162,9 @@ class FakeTrainer:
         return cls()
 
     def fit(self):
-        result = types.SimpleNamespace(path="runs/job", checkpoint="runs/job/checkpoints/x", metrics={"auc": 0.75})
-        return result
+        metrics = {"loss": 0.5, "auc": 0.75, "phase_ms/route": 1.0}
+        checkpoint = "runs/job/checkpoints/x"
+        return types.SimpleNamespace(path="runs/job", checkpoint=checkpoint, metrics=metrics, steps=7, is_stopped=False)
 
 
 @pytest.fixture
@@ -181,13 +182,13 @@ def test_train_passes_overrides_and_address_and_prints_what_is_next(trainer, job
     (config,) = trainer.seen
     assert (config.train.lr, config.scaling.address, config.run.resume) == (0.1, "h:6379", "auto")
     out = capsys.readouterr().out
-    assert "auc=0.75" in out
+    assert out.startswith("run job finished: steps=7 loss=0.5 auc=0.75\n")
     assert all(command in out for command in ("shoal eval runs/job", "shoal ckpt ls runs/job", "tensorboard --logdir"))
 
 
 def test_train_prints_json_for_machines(trainer, job, capsys):
     assert run("train", job, "--json") == 0
-    assert json.loads(capsys.readouterr().out)["metrics"] == {"auc": 0.75}
+    assert json.loads(capsys.readouterr().out)["metrics"]["auc"] == 0.75
 
 
 def test_resume_reads_the_runs_own_config_and_must_find_a_checkpoint(trainer, tmp_path, capsys):
