@@ -71,7 +71,7 @@ def update_reference(
         case OptimizerKind.ROWWISE_ADAGRAD:
             m = state + mean_square(g)
             return w - (rate / (square_root(m) + eps)) * g, m
-        case OptimizerKind.ADAM:
+        case _:
             beta1, beta2 = torch.tensor(spec.beta1, dtype=f32), torch.tensor(spec.beta2, dtype=f32)
             rate1 = torch.tensor(float(rate) / (1.0 - float(beta1) ** step), dtype=f32)
             inverse2 = torch.tensor(1.0 / (1.0 - float(beta2) ** step), dtype=f32)

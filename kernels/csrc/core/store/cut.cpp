@@ -15,33 +15,47 @@ void copy_racing(const std::byte* from, uint64_t* to, uint32_t bytes) {
   for (uint32_t i = 0; i < bytes / 8; ++i) to[i] = __atomic_load_n(words + i, __ATOMIC_RELAXED);
 }
 
-constexpr size_t kRadixBits = 11, kRadixSize = size_t{1} << kRadixBits;
-constexpr size_t kRadixRowsMin = 2048;
+constexpr uint32_t kDigitBits = 8;
+constexpr size_t kDigits = size_t{1} << kDigitBits;
+constexpr size_t kRadixSizeMin = 512;
 
-}  // namespace
-
-// Least-significant-digit radix sort; digits in which all ids agree cost one pass of counting only.
-void sort_rows(std::vector<BlockExport::Row>* rows) {
-  using Row = BlockExport::Row;
-  if (rows->size() < kRadixRowsMin) {
-    std::sort(rows->begin(), rows->end(), [](const Row& a, const Row& b) { return a.id < b.id; });
+// Radix sort by an integer key. Digits are taken from the highest bits that differ, twice as many bits as the count
+// has: enough to tell almost all keys apart, whatever they are. What still ties is sorted by comparison.
+template <typename T, typename Key>
+void radix_sort(std::vector<T>* items, Key key) {
+  const auto less = [&](const T& a, const T& b) { return key(a) < key(b); };
+  if (items->size() < kRadixSizeMin) {
+    std::sort(items->begin(), items->end(), less);
     return;
   }
-  std::vector<Row> spare(rows->size());
-  for (size_t shift = 0; shift < 64; shift += kRadixBits) {
-    std::array<size_t, kRadixSize> starts{};
-    for (const Row& row : *rows) ++starts[(row.id >> shift) % kRadixSize];
-    if (*std::max_element(starts.begin(), starts.end()) == rows->size()) continue;
+  uint64_t varying = 0;
+  for (const T& item : *items) varying |= key(item) ^ key(items->front());
+  if (varying == 0) return;
+  const uint32_t high = 64 - __builtin_clzll(varying);
+  const uint32_t wanted = std::min<uint32_t>(high, 2 * (64 - __builtin_clzll(items->size())));
+  const uint32_t low = high - wanted;
+  std::vector<T> spare(items->size());
+  for (uint32_t shift = low; shift < high; shift += kDigitBits) {
+    std::array<size_t, kDigits> starts{};
+    for (const T& item : *items) ++starts[(key(item) >> shift) % kDigits];
     size_t total = 0;
     for (size_t& start : starts) {
       const size_t count = start;
       start = total;
       total += count;
     }
-    for (const Row& row : *rows) spare[starts[(row.id >> shift) % kRadixSize]++] = row;
-    rows->swap(spare);
+    for (const T& item : *items) spare[starts[(key(item) >> shift) % kDigits]++] = item;
+    items->swap(spare);
+  }
+  if (low == 0) return;
+  for (size_t from = 0, to = 0; from < items->size(); from = to) {
+    const uint64_t top = key((*items)[from]) >> low;
+    for (to = from + 1; to < items->size() && (key((*items)[to]) >> low) == top;) ++to;
+    if (to - from > 1) std::sort(items->begin() + from, items->begin() + to, less);
   }
 }
+
+}  // namespace
 
 Cut::Cut(RowStore& store) : store_(store), layer_(store.open_layer()) {
   for (uint32_t table = 0; table < store.num_tables(); ++table) blocks_.push_back(store.blocks_of(table));
@@ -110,6 +124,7 @@ const std::byte* BlockExport::read(uint32_t slot) {
   }
 }
 
+// Records are read in the order of slots, that is of memory: the map's order would miss the cache and the TLB each time.
 // The map is listed before the layers' deleted slots, in the opposite order of a deletion, so no row slips through;
 // one that is seen twice is dropped after sorting.
 void BlockExport::collect_rows(const std::shared_ptr<IdMap>& map, uint32_t block) {
@@ -121,6 +136,7 @@ void BlockExport::collect_rows(const std::shared_ptr<IdMap>& map, uint32_t block
       slots.insert(slots.end(), deleted.begin(), deleted.end());
     }
   }
+  radix_sort(&slots, [](uint32_t slot) { return uint64_t{slot}; });
   constexpr size_t kAhead = 16;
   const uint32_t log2_blocks = store_.table(table_).log2_blocks;
   rows_.reserve(slots.size());
@@ -130,7 +146,7 @@ void BlockExport::collect_rows(const std::shared_ptr<IdMap>& map, uint32_t block
     if (record == nullptr || row_block(header(record)->id, log2_blocks) != block) continue;
     rows_.push_back({static_cast<uint64_t>(header(record)->id), slots[i]});
   }
-  sort_rows(&rows_);
+  radix_sort(&rows_, [](const Row& row) { return row.id; });
   const auto is_same = [](const Row& a, const Row& b) { return a.id == b.id; };
   rows_.erase(std::unique(rows_.begin(), rows_.end(), is_same), rows_.end());
 }

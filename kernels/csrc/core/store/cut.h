@@ -38,12 +38,11 @@ class BlockExport {
   // Copy all rows to columns that hold num_rows() rows.
   void fill(const RowColumns& to);
 
+ private:
   struct Row {
     uint64_t id;
     uint32_t slot;
   };
-
- private:
   // Copies one record to `scratch_` as it was at the cut; null if no row was there.
   const std::byte* read(uint32_t slot);
   const SavedHead* find_saved(uint32_t slot, bool* is_absent) const;
@@ -60,8 +59,5 @@ class BlockExport {
   std::vector<Row> rows_;
   std::unique_ptr<uint64_t[]> scratch_;
 };
-
-// Sort by id; `spare` has the size of `rows`.
-void sort_rows(std::vector<BlockExport::Row>* rows);
 
 }  // namespace shoal

@@ -138,6 +138,7 @@ std::vector<uint32_t> IdMap::list_slots() const {
     array = array_;
   }
   std::vector<uint32_t> slots;
+  slots.reserve(size_t{array->num_buckets} * Bucket::kPlaces);
   for (uint32_t at = 0; at < array->num_buckets; ++at) {
     Bucket& bucket = array->buckets[at];
     for (uint32_t i = 0; i < Bucket::kPlaces; ++i) {

@@ -33,50 +33,87 @@ namespace {
 
 constexpr uint32_t kStackDim = 4096;  // TableSpec.validate bounds embedding_dim.
 
-uint32_t float_bits(float value) {
-  uint32_t bits;
-  std::memcpy(&bits, &value, 4);
-  return bits;
+// Eight columns at a time, in GCC's vector types: element-wise integer operations, so the same bits on every ISA.
+typedef uint32_t Words __attribute__((vector_size(32)));
+typedef int32_t Ints __attribute__((vector_size(32)));
+typedef uint16_t Halves __attribute__((vector_size(16)));
+typedef uint16_t WordHalves __attribute__((vector_size(32)));
+constexpr uint32_t kGroup = 8;
+
+inline Words random_words(uint32_t low, uint32_t high, uint32_t first_column) {
+  const Words columns = first_column + Words{0, 1, 2, 3, 4, 5, 6, 7};
+  Words x = low + columns * kGolden32;
+  x ^= x >> 16;
+  x *= 0x7FEB352Du;
+  x ^= high;
+  x ^= x >> 15;
+  x *= 0x846CA68Bu;
+  x ^= x >> 16;
+  return x;
+}
+
+// The sign, and the infinities and NaN, that rounding the magnitude has left out.
+inline Halves finish(Ints rounded, Ints bits, int32_t infinity, int32_t nan) {
+  const Ints magnitude = bits & 0x7FFFFFFF;
+  rounded = magnitude == 0x7F800000 ? Ints{} + infinity : rounded;
+  rounded = magnitude > 0x7F800000 ? Ints{} + nan : rounded;
+  rounded |= (bits >> 16) & 0x8000;
+  const WordHalves halves = (WordHalves)rounded;  // Little-endian: the low halves are the even ones.
+  return __builtin_shufflevector(halves, halves, 0, 2, 4, 6, 8, 10, 12, 14);
 }
 
 // bfloat16 is the high half of a float32: add 16 random bits below it and cut.
-inline uint16_t to_bfloat(float value, uint32_t random) {
-  const uint32_t bits = float_bits(value);
-  const uint32_t magnitude = bits & 0x7FFFFFFFu, sign = (bits >> 16) & 0x8000u;
-  uint32_t rounded = (magnitude + (random >> 16)) >> 16;
-  if (rounded > 0x7F7F) rounded = 0x7F7F;
-  if (magnitude >= 0x7F800000u) rounded = magnitude > 0x7F800000u ? 0x7FC0 : 0x7F80;
-  return static_cast<uint16_t>(rounded | sign);
+inline Halves to_bfloat(Ints bits, Words random) {
+  const Ints magnitude = bits & 0x7FFFFFFF;
+  const Ints rounded = (magnitude + (Ints)(random >> 16)) >> 16;
+  return finish(rounded > 0x7F7F ? Ints{} + 0x7F7F : rounded, bits, 0x7F80, 0x7FC0);
 }
 
 // float16 keeps 10 of 23 mantissa bits: in its normal range add 13 random bits and cut. Below 2^-14 its grid is
 // uniform with step 2^-24: cut the value times 2^24 after adding a random fraction with 13 bits.
-inline uint16_t to_half(float value, uint32_t random) {
-  const uint32_t bits = float_bits(value);
-  const uint32_t magnitude = bits & 0x7FFFFFFFu, sign = (bits >> 16) & 0x8000u;
-  const uint32_t noise = random >> 19;
-  uint32_t normal = ((magnitude + noise) >> 13) - (112u << 10);  // Exponent bias 127 -> 15.
-  if (static_cast<int32_t>(normal) > 0x7BFF) normal = 0x7BFF;
-  float absolute;
-  std::memcpy(&absolute, &magnitude, 4);
-  const float scaled = (magnitude < 0x38800000u ? absolute : 0.0f) * 16777216.0f;
-  const float fraction = static_cast<float>(static_cast<int32_t>(noise)) * 0x1p-13f;
-  const uint32_t subnormal = static_cast<uint32_t>(static_cast<int32_t>(scaled + fraction));
-  uint32_t rounded = magnitude < 0x38800000u ? subnormal : normal;
-  if (magnitude >= 0x7F800000u) rounded = magnitude > 0x7F800000u ? 0x7E00 : 0x7C00;
-  return static_cast<uint16_t>(rounded | sign);
+inline Halves to_half(Ints bits, Words random) {
+  const Ints magnitude = bits & 0x7FFFFFFF;
+  const Ints noise = (Ints)(random >> 19);
+  Ints normal = ((magnitude + noise) >> 13) - (112 << 10);  // Exponent bias 127 -> 15.
+  normal = normal > 0x7BFF ? Ints{} + 0x7BFF : normal;
+  const Ints is_small = magnitude < 0x38800000;
+  const Lanes scaled = (Lanes)(magnitude & is_small) * 16777216.0f;
+  const Lanes fraction = __builtin_convertvector(noise, Lanes) * 0x1p-13f;
+  const Ints small = __builtin_convertvector(scaled + fraction, Ints);
+  return finish(is_small ? small : normal, bits, 0x7C00, 0x7E00);
+}
+
+template <RowType TYPE>
+inline void encode_group(const float* values, uint32_t low, uint32_t high, uint32_t column, uint16_t* out) {
+  Ints bits;
+  std::memcpy(&bits, values, 32);
+  const Words random = random_words(low, high, column);
+  const Halves rounded = TYPE == RowType::BF16 ? to_bfloat(bits, random) : to_half(bits, random);
+  std::memcpy(out, &rounded, 16);
+}
+
+template <RowType TYPE>
+void encode(const float* values, uint32_t dim, uint64_t key, uint16_t* out) {
+  const uint32_t low = static_cast<uint32_t>(key), high = static_cast<uint32_t>(key >> 32);
+  uint32_t d = 0;
+  for (; d + kGroup <= dim; d += kGroup) encode_group<TYPE>(values + d, low, high, d, out + d);
+  if (d == dim) return;
+  float last[kGroup] = {};
+  uint16_t rounded[kGroup];
+  std::memcpy(last, values + d, (dim - d) * sizeof(float));
+  encode_group<TYPE>(last, low, high, d, rounded);
+  std::memcpy(out + d, rounded, (dim - d) * sizeof(uint16_t));
 }
 
 }  // namespace
 
 void encode_row(const TableDesc& table, int64_t id, uint64_t step, const float* values, std::byte* weights) {
   const uint64_t key = rounding_key(table.seed, id, step);
-  const uint32_t low = static_cast<uint32_t>(key), high = static_cast<uint32_t>(key >> 32);
   uint16_t* out = reinterpret_cast<uint16_t*>(weights);
   if (table.type == RowType::BF16) {
-    for (uint32_t d = 0; d < table.dim; ++d) out[d] = to_bfloat(values[d], column_bits(low, high, d));
+    encode<RowType::BF16>(values, table.dim, key, out);
   } else {
-    for (uint32_t d = 0; d < table.dim; ++d) out[d] = to_half(values[d], column_bits(low, high, d));
+    encode<RowType::F16>(values, table.dim, key, out);
   }
 }
 

@@ -28,8 +28,6 @@ struct StepScalars {
 
 StepScalars make_scalars(const TableDesc& table, uint32_t step, float lr);
 
-typedef float Lanes __attribute__((vector_size(32)));
-
 inline Lanes load_lanes(const float* from) {
   Lanes lanes;
   std::memcpy(&lanes, from, 32);

@@ -56,6 +56,9 @@ inline void prefetch_range(const std::byte* begin, size_t bytes) {
   __builtin_prefetch(begin + bytes - 1, 0, 3);
 }
 
+// Eight floats as one value (a GCC vector type: any ISA).
+typedef float Lanes __attribute__((vector_size(32)));
+
 inline float half_to_float(uint16_t bits) {
   const uint32_t sign = static_cast<uint32_t>(bits & 0x8000u) << 16;
   const uint32_t magnitude = bits & 0x7FFFu;
