@@ -199,6 +199,7 @@ class Exchange:
         self._prefix_bytes: Any = self._prefix.view(np.uint8)
         self._header_sizes = np.full(identity.world_size, HEADER_BYTES, np.int64)
         self._has_detail = False
+        self._open_round: Round | None = None
         self._is_across = np.array([rank not in transport.local_ranks for rank in range(identity.world_size)])
         self._has_across = bool(self._is_across.any())
         self._no_sections = np.zeros((0, identity.world_size), np.int64)
@@ -278,6 +279,7 @@ class Exchange:
         if detail or self._has_detail:
             self._header["detail"] = encode_detail(detail)
             self._has_detail = bool(detail)
+        assert self._open_round is None, "a round is open: its send memory would be lost"
         bases = self._transport.send_buffers(self._header_sizes)
         _shm.header_write(bases, self._header_bytes, SECTIONS_OFFSET, sections)
         addresses = self._swap(self._transport, kind, step, self._header_sizes, self._header_sizes, timeout_s)
@@ -301,7 +303,9 @@ class Exchange:
         ``out_sections`` and ``in_sections`` are int64 [S, W]: bytes sent to and expected from each rank. The column of
         this rank itself must agree in both; it is not copied. Sizes must come from headers that agreed.
         """
-        return Round(self, kind, step, out_sections, in_sections)
+        assert self._open_round is None, "another round is open: its send memory would be lost"
+        self._open_round = Round(self, kind, step, out_sections, in_sections)
+        return self._open_round
 
     def close_step(self, step: int, *, flags: int = 0, control: int = 0) -> Headers:
         """Header-only closing exchange: afterwards ``step`` is committed if every rank had applied it (S2)."""
@@ -328,6 +332,8 @@ class Exchange:
     def run_round(self, open_round: Round, status: int, timeout_s: float | None) -> np.ndarray:
         """The body of ``Round.run``."""
         r = open_round
+        assert self._open_round is r, "a round runs once, before any other exchange is opened"
+        self._open_round = None
         self._sequence += 1
         epoch = self.identity.epoch & 0xFFFFFFFF
         _PREFIX.pack_into(

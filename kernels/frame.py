@@ -113,7 +113,7 @@ HEADER_DTYPE = np.dtype(
         ("detail", f"S{DETAIL_BYTES}"),
     ]
 )
-AGREED_FIELDS = HEADER_DTYPE.names[: HEADER_DTYPE.names.index("rank")]  # type: ignore[union-attr]
+AGREED_FIELDS = HEADER_DTYPE.names[: HEADER_DTYPE.names.index("rank")]  # type: ignore[index, union-attr]
 SECTIONS_OFFSET = HEADER_DTYPE.fields["section_bytes"][1]  # type: ignore[index]
 
 #: The prefix of a frame, as csrc/shm/frame.h has it.

@@ -6,7 +6,10 @@ Gloo reports a closed connection or a timeout, never a rank. A rank whose exchan
 
 from __future__ import annotations
 
+import contextlib
+import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
 from shoal.kernels.errors import ExchangeTimeoutError, PeerError
@@ -14,12 +17,29 @@ from shoal.kernels.transport import name_ranks
 
 #: Signatures: how this rank's exchange ended.
 TIMEOUT, CLOSED, LEFT = "timeout", "closed", "left"
+#: How long a store that does not answer is waited for, in seconds.
+_STORE_WAIT_S = 1.0
+
+
+def _bounded(call: Callable[[], Any], wait_s: float) -> Any:
+    """The result of ``call``; None if it raises or takes longer. A store client cannot be interrupted, so a thread runs
+    it. Torch raises several types when the store's host is gone."""
+    results: list[Any] = []
+
+    def work() -> None:
+        with contextlib.suppress(Exception):
+            results.append(call())
+
+    thread = threading.Thread(target=work, name="shoal-rollcall", daemon=True)
+    thread.start()
+    thread.join(wait_s)
+    return results[0] if results else None
 
 
 class RollCall:
     """A sheet of signatures of one epoch in a torch.distributed Store that all ranks reach.
 
-    ``store`` must be a connection of its own (a store client serialises its callers) with a short timeout.
+    ``store`` must be a connection of its own: a store client serialises its callers.
     """
 
     def __init__(self, store: Any, rank: int, world_size: int, *, wait_s: float = 0.5) -> None:
@@ -28,36 +48,31 @@ class RollCall:
         self._signed = False
 
     def sign(self, how: str, why: str = "") -> None:
-        """Write this rank's signature; the first one counts. A dead store is ignored: naming is best effort."""
-        if self._signed:
-            return
-        self._signed = True
-        try:
-            self._store.set(f"rollcall/{self.rank}", f"{how}|{why[:200]}")
-        except Exception:
-            # Torch raises several types when the store's host is gone.
-            return
+        """Write this rank's signature; the first one counts. A store that is gone or hangs only costs the names."""
+        if not self._signed:
+            self._signed = True
+            _bounded(lambda: self._store.set(f"rollcall/{self.rank}", f"{how}|{why[:200]}"), _STORE_WAIT_S)
 
     def read(self) -> dict[int, tuple[str, str]] | None:
         """Signatures (how, why) by rank; None when the store is gone.
 
         Waits up to ``wait_s`` for all of them, less if one of them gives a reason: then there is nothing to find out.
         """
+        return _bounded(self._read, self._wait_s + _STORE_WAIT_S)
+
+    def _read(self) -> dict[int, tuple[str, str]]:
         deadline = time.monotonic() + self._wait_s
         found: dict[int, tuple[str, str]] = {}
-        try:
-            while True:
-                for rank in range(self.world_size):
-                    key = f"rollcall/{rank}"
-                    if rank not in found and self._store.check([key]):
-                        how, _, why = self._store.get(key).decode(errors="replace").partition("|")
-                        found[rank] = (how, why)
-                has_reason = any(why for _, why in found.values())
-                if has_reason or len(found) == self.world_size or time.monotonic() >= deadline:
-                    return found
-                time.sleep(0.01)
-        except Exception:
-            return None
+        while True:
+            for rank in range(self.world_size):
+                key = f"rollcall/{rank}"
+                if rank not in found and self._store.check([key]):
+                    how, _, why = self._store.get(key).decode(errors="replace").partition("|")
+                    found[rank] = (how, why)
+            has_reason = any(why for _, why in found.values())
+            if has_reason or len(found) == self.world_size or time.monotonic() >= deadline:
+                return found
+            time.sleep(0.01)
 
     def explain(self, operation: str, how: str, timeout_s: float, cause: str) -> PeerError:
         """Sign, wait, and build the error that names who is missing or who left, and why."""

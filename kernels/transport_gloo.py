@@ -58,6 +58,7 @@ class GlooTransport:
         self._wire = np.zeros(world_size, np.int64)
         self._offsets = np.zeros(world_size, np.int64)
         self._works: list[Any] = []
+        self._options: dict[float, dist.AllToAllOptions] = {}
         self._broken: str | None = None
         self._lock = threading.Lock()
 
@@ -149,8 +150,10 @@ class GlooTransport:
     def _all_to_all(
         self, out: torch.Tensor, src: torch.Tensor, out_splits: list[int], in_splits: list[int], timeout_s: float
     ) -> None:
-        options = dist.AllToAllOptions()
-        options.timeout = timedelta(seconds=timeout_s)
+        options = self._options.get(timeout_s)
+        if options is None:
+            options = self._options[timeout_s] = dist.AllToAllOptions()
+            options.timeout = timedelta(seconds=timeout_s)
         assert self._group is not None
         self._works.append(self._group.alltoall_base(out, src, out_splits, in_splits, options))
 

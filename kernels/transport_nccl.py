@@ -8,6 +8,7 @@ rank; the other ranks have deadlines of their own.
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Sequence
 from datetime import timedelta
@@ -22,15 +23,19 @@ from shoal.kernels.transport import ByteBuffer, check_self_size, padded
 
 
 class NcclTransport:
-    """See ``Transport``. One CUDA device per rank; ``group`` is a NCCL group of its own."""
+    """See ``Transport``. One CUDA device per rank; ``group`` is a NCCL group of its own.
+
+    On ``device`` cpu and a Gloo group the same staging runs without a GPU, which is how it is tested.
+    """
 
     def __init__(self, group: Any, rank: int, world_size: int, device: torch.device) -> None:
         self.rank, self.world_size = rank, world_size
         self.local_ranks: frozenset[int] = frozenset({rank})
         self._group, self._device = group, device
-        self._stream = torch.cuda.Stream(device)
-        self._send = (ByteBuffer(is_pinned=True), ByteBuffer(is_pinned=True))
-        self._recv = (ByteBuffer(is_pinned=True), ByteBuffer(is_pinned=True))
+        is_cuda = device.type == "cuda"
+        self._stream = torch.cuda.Stream(device) if is_cuda else None
+        self._send = (ByteBuffer(is_pinned=is_cuda), ByteBuffer(is_pinned=is_cuda))
+        self._recv = (ByteBuffer(is_pinned=is_cuda), ByteBuffer(is_pinned=is_cuda))
         self._parity = 0
         self._sizes = self._wire = self._offsets = np.zeros(world_size, np.int64)
         self._broken: str | None = None
@@ -86,11 +91,17 @@ class NcclTransport:
         num_sent, num_recv = sum(in_splits), sum(out_splits)
         host_in = self._send[self._parity].tensor[:num_sent]
         host_out = self._recv[self._parity].tensor[:num_recv]
-        with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
+        with contextlib.ExitStack() as scope:
+            if self._stream is not None:
+                scope.enter_context(torch.cuda.device(self._device))
+                scope.enter_context(torch.cuda.stream(self._stream))
             src = host_in.to(self._device, non_blocking=True)
             out = torch.empty(num_recv, dtype=torch.uint8, device=self._device)
+            # On CUDA this only makes the stream wait; the host goes on and watches the clock.
             self._group.alltoall_base(out, src, list(out_splits), list(in_splits)).wait()
             host_out.copy_(out, non_blocking=True)
+            if self._stream is None:
+                return
             done = torch.cuda.Event()
             done.record()
         deadline = time.monotonic() + timeout_s

@@ -84,7 +84,11 @@ class ShmTransport:
         self._check_open()
         check_self_size(self._sizes, recv_sizes, self.rank, operation)
         addresses = np.empty(self.world_size, np.int64)
-        outcome = self._boxes.exchange(padded(np.asarray(recv_sizes, np.int64)), timeout_s, addresses)
+        try:
+            outcome = self._boxes.exchange(padded(np.asarray(recv_sizes, np.int64)), timeout_s, addresses)
+        except RuntimeError as error:
+            self.abort(str(error))
+            raise PeerError(f"{operation} failed on rank {self._ranks[self.rank]}: {error}") from None
         if outcome is not None:
             raise self._error(outcome, operation, timeout_s)
         return addresses

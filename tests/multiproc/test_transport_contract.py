@@ -88,6 +88,21 @@ def test_messages_over_the_limit_are_cut(world: Any) -> None:
     assert world.values(cut_messages, "aaa", transport="gloo") == [60] * 3
 
 
+def staged_messages(groups: Any) -> int:
+    """The NCCL transport's staging, on the CPU and over the control group."""
+    import torch
+
+    from shoal.kernels.transport_nccl import NcclTransport
+
+    spec = groups.spec
+    groups.transport = NcclTransport(groups.control, spec.rank, spec.world_size, torch.device("cpu"))
+    return many_rounds(groups, 60)
+
+
+def test_the_staging_of_the_nccl_transport_moves_the_same_bytes(world: Any) -> None:
+    assert world.values(staged_messages, "aaa", transport="gloo") == [60] * 3
+
+
 def _swap(groups: Any, timeout_s: float, num_bytes: int = 1000) -> None:
     sizes = np.full(groups.transport.world_size, num_bytes, np.int64)
     groups.transport.send_buffers(sizes)
@@ -236,3 +251,37 @@ def names_are_gone(groups: Any) -> list[str]:
 
 def test_segments_have_no_name_once_all_have_attached(world: Any) -> None:
     assert world.values(names_are_gone, "aaa", transport="shm") == [[], [], []]
+
+
+def killed_while_growing(groups: Any) -> str:
+    _swap(groups, 20)
+    if groups.transport.rank == 1:
+        groups.transport.send_buffers(np.full(3, 10_000_000, np.int64))
+        os.kill(os.getpid(), signal.SIGKILL)
+    return _failed(groups, 20.0)[1]
+
+
+def test_a_rank_killed_with_a_new_segment_in_hand_leaves_nothing(world: Any) -> None:
+    outcomes = world.run(killed_while_growing, "aaa", transport="shm")
+    assert all("rank 1 died" in outcomes[rank].value for rank in (0, 2))
+
+
+def test_leftovers_are_swept_but_not_what_is_young_or_in_use() -> None:
+    import fcntl
+
+    from shoal.kernels import _shm
+
+    prefix = f"shoal-sweep-{os.getpid()}-"
+    paths = {name: f"/dev/shm/{prefix}{name}" for name in ("old", "young", "used")}
+    files = {name: open(path, "wb") for name, path in paths.items()}  # noqa: SIM115
+    try:
+        for name in ("old", "used"):
+            os.utime(paths[name], (1, 1))
+        fcntl.flock(files["used"], fcntl.LOCK_SH)
+        assert _shm.sweep_segments(prefix, 60) == 1
+        assert [os.path.exists(paths[name]) for name in ("old", "young", "used")] == [False, True, True]
+    finally:
+        for name, file in files.items():
+            file.close()
+            if os.path.exists(paths[name]):
+                os.unlink(paths[name])

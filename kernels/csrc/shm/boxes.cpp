@@ -18,7 +18,6 @@
 namespace shoal {
 namespace {
 
-constexpr uint32_t kReady = 0x53484F41;  // Written last by the creator of the control block.
 constexpr int kTableSlots = 4;           // Published exchanges that can be looked up; two are needed.
 constexpr int kGenerations = 8;          // Attachment counters; a receiver lags by two generations at most.
 constexpr int64_t kSliceNs = 20'000'000;  // Between looks at liveness and abort while asleep.
@@ -68,7 +67,6 @@ uint64_t pid_namespace() {
 }  // namespace
 
 struct Boxes::Control {
-  std::atomic<uint32_t> ready;
   uint32_t num_ranks;
   std::atomic<uint32_t> attached;
   std::atomic<uint32_t> abort_state;  // 0 none, 1 being written, 2 readable.
@@ -124,20 +122,22 @@ Boxes::Boxes(std::string name, int rank, int num_ranks, double timeout_s, double
   const int64_t deadline = now_ns() + static_cast<int64_t>(timeout_s * 1e9);
   if (rank == 0) {
     // Fresh shared memory is zero: every counter starts at 0.
+    // It gets its name when it is complete.
     control_ = Segment::create(name_, 512 + Row::bytes(num_ranks) * static_cast<size_t>(num_ranks));
     control()->num_ranks = static_cast<uint32_t>(num_ranks);
-    control()->ready.store(kReady, std::memory_order_release);
+    control_.link(name_);
   }
   const auto give_up = [&](const std::string& why) {
     if (rank_ == 0) shm_unlink(("/" + name_).c_str());
     throw std::runtime_error(why);
   };
-  while (!control_ || control()->ready.load(std::memory_order_acquire) != kReady) {
-    if (!control_) control_ = Segment::attach(name_, true);
-    if (control_ && control_.size() < 512 + Row::bytes(num_ranks) * static_cast<size_t>(num_ranks)) control_.reset();
+  while (!control_) {
+    control_ = Segment::attach(name_, true);
+    if (control_) break;
     if (now_ns() > deadline) give_up("rank 0 did not create the shared-memory block " + name_);
-    if (!control_) usleep(500);
+    usleep(500);
   }
+  if (control()->num_ranks != static_cast<uint32_t>(num_ranks)) give_up("another number of ranks uses " + name_);
   Row* mine = row(rank_);
   mine->pid.store(static_cast<int32_t>(getpid()));
   mine->pid_namespace.store(pid_namespace());
@@ -163,7 +163,7 @@ Boxes::Boxes(std::string name, int rank, int num_ranks, double timeout_s, double
 
 Boxes::~Boxes() {
   leave();
-  if (own_) await_readers();
+  if (own_ && is_linked_) await_readers();
   for (Peer& peer : peers_) {
     if (peer.pidfd >= 0) close(peer.pidfd);
   }
@@ -202,6 +202,7 @@ void Boxes::grow(int64_t bytes) {
   Segment segment = Segment::create(segment_name(rank_, next), static_cast<size_t>(rounded));
   if (own_) old_own_.emplace_back(sequence_, std::move(own_));
   own_ = std::move(segment);
+  is_linked_ = false;
   generation_ = next;
   grown_at_ = sequence_;
   live_.clear();
@@ -249,6 +250,11 @@ void Boxes::publish(uint32_t sequence) {
   Message* table = mine->table(sequence, num_ranks_);
   for (int r = 0; r < num_ranks_; ++r) table[r] = {offsets_[static_cast<size_t>(r)], sizes_[static_cast<size_t>(r)]};
   mine->generation[sequence % kTableSlots] = generation_;
+  if (!is_linked_) {
+    // Named only now that peers are about to open it: a process killed while it fills its first message leaves nothing.
+    own_.link(segment_name(rank_, generation_));
+    is_linked_ = true;
+  }
   // Sequentially consistent on both sides: either we see the waiter or it sees the new number.
   mine->sequence.store(sequence);
   if (mine->waiters.load() != 0) futex_wake_all(&mine->sequence);
@@ -302,6 +308,11 @@ bool Boxes::wait_for(int peer, uint32_t sequence, int64_t deadline_ns, BoxOutcom
     if (!dead.empty() && !arrived()) {
       *outcome = fail(BoxFault::kDied, sequence, "");
       outcome->missing = dead;
+      // It may have been killed between naming a new segment and publishing it.
+      for (int r : dead) {
+        const uint32_t next = peers_[static_cast<size_t>(r)].generation + 1;
+        shm_unlink(("/" + segment_name(r, next)).c_str());
+      }
       return false;
     }
     if (now_ns() >= deadline_ns && !arrived()) {

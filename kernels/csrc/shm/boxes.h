@@ -6,7 +6,7 @@
 // Why two exchanges are kept: a rank that is in send_buffers(m) has completed exchange m-1, so every peer has published
 // m-1 and thereby left behind what it received in m-3. Nobody waits for readers.
 //
-// A sender whose segment is too small makes a new one (its generation) and names it with the message; receivers attach
+// A sender whose segment is too small makes a new one (its generation) and names it when it publishes; receivers attach
 // when they meet it, and the last one to attach unlinks the name, so a name exists for moments only.
 #pragma once
 
@@ -89,6 +89,7 @@ class Boxes {
   Segment control_;
   Segment own_;
   std::deque<std::pair<uint32_t, Segment>> old_own_;
+  bool is_linked_ = true;           // Whether own_ has had its name.
   uint32_t generation_ = 0;
   uint32_t grown_at_ = 0;           // The exchange that first used the current generation.
   uint32_t sequence_ = 0;           // Of the exchange being prepared or last completed.

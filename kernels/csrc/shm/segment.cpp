@@ -39,30 +39,30 @@ void Segment::reset() {
   fd_ = -1;
 }
 
-Segment Segment::create(const std::string& name, size_t bytes) {
+Segment Segment::create(const std::string& label, size_t bytes) {
   const size_t free_bytes = shm_free_bytes();
-  if (bytes > free_bytes) throw ShmCapacityError{name, bytes, free_bytes};
+  if (bytes > free_bytes) throw ShmCapacityError{label, bytes, free_bytes};
   Segment segment;
-  segment.fd_ = shm_open(("/" + name).c_str(), O_CREAT | O_EXCL | O_RDWR, 0600);
-  if (segment.fd_ < 0) throw failure("creation", name);
+  segment.fd_ = open(kShmFolder, O_TMPFILE | O_RDWR | O_CLOEXEC, 0600);
+  if (segment.fd_ < 0) throw failure("creation", label);
   flock(segment.fd_, LOCK_SH | LOCK_NB);
-  const auto give_up = [&] { shm_unlink(("/" + name).c_str()); };
-  // Pages are reserved before the size is visible as final: an attacher that sees the size sees usable memory.
   const int error = posix_fallocate(segment.fd_, 0, static_cast<off_t>(bytes));
+  if (error == ENOSPC || error == ENOMEM) throw ShmCapacityError{label, bytes, shm_free_bytes()};
   if (error != 0) {
-    give_up();
-    if (error == ENOSPC || error == ENOMEM) throw ShmCapacityError{name, bytes, shm_free_bytes()};
     errno = error;
-    throw failure("reservation", name);
+    throw failure("reservation", label);
   }
   void* at = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_POPULATE, segment.fd_, 0);
-  if (at == MAP_FAILED) {
-    give_up();
-    throw failure("mapping", name);
-  }
+  if (at == MAP_FAILED) throw failure("mapping", label);
   segment.data_ = static_cast<uint8_t*>(at);
   segment.size_ = bytes;
   return segment;
+}
+
+void Segment::link(const std::string& name) {
+  const std::string from = "/proc/self/fd/" + std::to_string(fd_);
+  const std::string to = std::string(kShmFolder) + "/" + name;
+  if (linkat(AT_FDCWD, from.c_str(), AT_FDCWD, to.c_str(), AT_SYMLINK_FOLLOW) != 0) throw failure("naming", name);
 }
 
 Segment Segment::attach(const std::string& name, bool writable) {
@@ -75,7 +75,6 @@ Segment Segment::attach(const std::string& name, bool writable) {
   flock(segment.fd_, LOCK_SH | LOCK_NB);
   struct stat status {};
   if (fstat(segment.fd_, &status) != 0) throw failure("stat", name);
-  if (status.st_size == 0) return Segment();
   const size_t bytes = static_cast<size_t>(status.st_size);
   const int protection = writable ? PROT_READ | PROT_WRITE : PROT_READ;
   void* at = mmap(nullptr, bytes, protection, MAP_SHARED | MAP_POPULATE, segment.fd_, 0);

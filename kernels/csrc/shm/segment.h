@@ -1,4 +1,4 @@
-// One POSIX shared-memory object: created exclusively, reserved in full, mapped, and unlinked as soon as may be.
+// One POSIX shared-memory object: reserved in full, mapped, named late and unlinked as soon as may be.
 #pragma once
 
 #include <cstddef>
@@ -19,11 +19,15 @@ class Segment {
   Segment& operator=(const Segment&) = delete;
   ~Segment() { reset(); }
 
-  // Creates /dev/shm/`name`, reserves `bytes` (so that a full /dev/shm is an error here and not a SIGBUS later) and maps
-  // it for reading and writing. Throws ShmCapacityError or std::runtime_error.
-  static Segment create(const std::string& name, size_t bytes);
+  // Reserves `bytes` of POSIX shared memory (so that a full /dev/shm is an error here and not a SIGBUS later) and maps it
+  // for reading and writing. It has no name yet: if this process dies now, it is gone. `label` is for errors. Throws
+  // ShmCapacityError or std::runtime_error.
+  static Segment create(const std::string& label, size_t bytes);
 
-  // Maps an existing one. Returns an unmapped segment when there is none (yet) or it has not got its size yet.
+  // Gives it the name /dev/shm/`name`, under which others can attach until someone unlinks it.
+  void link(const std::string& name);
+
+  // Maps an existing one. Returns an unmapped segment when there is none (yet).
   static Segment attach(const std::string& name, bool writable);
 
   uint8_t* data() const { return data_; }
@@ -50,7 +54,7 @@ struct ShmCapacityError {
 size_t shm_free_bytes();
 
 // Unlinks objects whose name begins with `prefix`, which are older than `age_s` and which no live process has open.
-// Only a process killed in the moments between creation and the last attachment leaves one. Returns how many.
+// Only a process killed in the moments between naming and the last attachment leaves one. Returns how many.
 int sweep_segments(const std::string& prefix, int age_s);
 
 }  // namespace shoal
