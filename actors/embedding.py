@@ -65,11 +65,12 @@ def get_embedding_names_by_table(tables: List[EmbeddingBagConfig] | List[Embeddi
     ]
 
 
-def reset_rows(weight: torch.Tensor, config: BaseEmbeddingConfig, seed: int) -> None:
-    """Give the rows of a dense weight [num_embeddings, D] their initial values; nothing happens on the meta device.
+def reset_rows(module: nn.Module, config: BaseEmbeddingConfig, seed: int) -> None:
+    """Give the rows of a module's weight [num_embeddings, D] their initial values, unless it is on the meta device.
 
     With the default initialiser they are those of the row store for the table seed of ``seed``, bit for bit.
     """
+    weight = module.get_parameter("weight")
     if weight.device.type == "meta":
         return
     with torch.no_grad():
@@ -252,7 +253,7 @@ class EmbeddingBagCollection(nn.Module):
         """Give all rows their initial values again."""
         for config in self._embedding_bag_configs:
             if config.name in self.embedding_bags:
-                reset_rows(self.embedding_bags[config.name].weight, config, self._seed)
+                reset_rows(self.embedding_bags[config.name], config, self._seed)
 
 
 class EmbeddingCollection(nn.Module):
@@ -394,7 +395,7 @@ class EmbeddingCollection(nn.Module):
         """Give all rows their initial values again."""
         for config in self._embedding_configs:
             if config.name in self.embeddings:
-                reset_rows(self.embeddings[config.name].weight, config, self._seed)
+                reset_rows(self.embeddings[config.name], config, self._seed)
 
     def use_gather_select(self) -> bool:
         """As constructed."""
