@@ -11,13 +11,13 @@ import dataclasses
 import os
 import sys
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Self, TypeAlias
 
 from torch import nn
 
 from shoal.actors.messages import Progress as EvalRecord
 from shoal.jobs.progress import Progress
-from shoal.kernels.errors import ConfigError
+from shoal.kernels.errors import ClusterError, ConfigError
 from shoal.platform.cluster_choice import choose_cluster
 from shoal.platform.config import (
     DataConfig,
@@ -32,12 +32,13 @@ from shoal.platform.config_ray import run_config, scaling_config
 from shoal.platform.controller import RunReport
 from shoal.platform.job import FactoryModel, Source, make_plan, open_source, package_versions
 from shoal.platform.launch import ClusterSpec, run_in_process, run_on_ray
+from shoal.platform.preflight import cluster_problems
 from shoal.platform.run_folder import write_run_config
 from shoal.platform.state import RunPhase
 from shoal.platform.storage import Storage
 from shoal.platform.telemetry import ProgressRecord
 
-Model = nn.Module | Callable[[], nn.Module] | ModelConfig | str
+Model: TypeAlias = nn.Module | Callable[[], nn.Module] | ModelConfig | str
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -156,9 +157,12 @@ class ElasticTrainer:
 
         config = self.config
         scaling = config.scaling
-        with _connected(scaling.address, scaling.max_workers, scaling.cpus_per_worker, collector):
-            if scaling.use_gpu and ray.cluster_resources().get("GPU", 0) < scaling.gpus_per_worker:
-                raise ConfigError("scaling.use_gpu is true but no node of the cluster has a GPU: set it to false")
+        with _connected(scaling.address, scaling.max_workers, scaling.cpus_per_worker, collector) as connection:
+            if problems := cluster_problems(config, ray.cluster_resources()):
+                # A cluster of our own never grows; another one may, while the pending placement groups ask it to.
+                if connection.is_own_cluster:
+                    raise ClusterError("; ".join(map(str, problems)))
+                collector(("waiting", {"reason": "; ".join(map(str, problems))}))
             feeder = actor_name(config.run.name, "feeder")
             plan = make_plan(config, self._build_model, train, evaluation, RayFeedMaker(train, feeder))
             bundle = {"CPU": scaling.cpus_per_worker, **scaling.custom_resources}
@@ -216,12 +220,14 @@ class _connected:
         self._num_cpus = int(num_workers * max(1.0, cpus_per_worker)) + 2
         self._collector = collector
         self._is_ours = False
+        #: Whether the cluster was started here, for this run.
+        self.is_own_cluster = False
 
-    def __enter__(self) -> None:
+    def __enter__(self) -> Self:
         import ray
 
         if ray.is_initialized():
-            return
+            return self
         choice = choose_cluster(self._address, os.environ)
         self._collector(("cluster", {"address": choice.address, "reason": choice.reason}))
         # Workers import the user's model from where the driver does.
@@ -234,11 +240,11 @@ class _connected:
         try:
             ray.init(address=choice.address, **options)
         except ConnectionError as error:
-            from shoal.kernels.errors import ClusterError
-
             where = f"the Ray cluster at {choice.address}"
             raise ClusterError(f"cannot reach {where}: {error}; try `shoal doctor`") from error
         self._is_ours = True
+        self.is_own_cluster = choice.is_local
+        return self
 
     def __exit__(self, *exc: object) -> None:
         import ray

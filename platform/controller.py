@@ -42,7 +42,7 @@ from shoal.platform.state import (
     WriteManifest,
 )
 from shoal.platform.storage import Storage
-from shoal.platform.telemetry import EventLog, MetricWriter, ProgressRecord
+from shoal.platform.telemetry import EventLog, MetricWriter, ProgressRecord, RayGauges
 
 logger = logging.getLogger(__name__)
 
@@ -133,6 +133,7 @@ class Controller:
         self._step, self._samples = 0, 0
         self._events = EventLog(plan.storage, "c0")
         self._metrics: MetricWriter | None = None
+        self._gauges: RayGauges | None = None
         self._pool = ThreadPoolExecutor(max_workers=min(32, max(2, plan.num_workers)), thread_name_prefix="controller")
 
     # ---- for the driver -------------------------------------------------------------------------------------------
@@ -370,12 +371,15 @@ class Controller:
     def _record(self, record: Progress) -> None:
         if self._metrics is None:
             self._metrics = MetricWriter(self.plan.storage, "c0")
+            self._gauges = RayGauges.connect(self.plan.name)
         if record.kind != "train":
             self._metrics.write_scalars(record.step, record.values)
             item: Any = record
         else:
             item = self._progress(record)
             self._metrics.write(item)
+            if self._gauges is not None:
+                self._gauges.write(item)
         self._metrics.flush()
         with self._lock:
             self._items.append(item)

@@ -17,6 +17,7 @@ import logging
 import math
 import os
 import shutil
+import sys
 import tempfile
 import threading
 import time
@@ -190,6 +191,12 @@ class RayGauges:
 
         self._gauges = {name: Gauge(f"shoal_{name}", f"Shoal run: {name}", ("run",)) for name in self.NAMES}
         self._tags = {"run": run}
+
+    @classmethod
+    def connect(cls, run: str) -> RayGauges | None:
+        """The gauges of a run inside Ray, None outside: nothing here starts or joins a cluster."""
+        ray = sys.modules.get("ray")
+        return cls(run) if ray is not None and ray.is_initialized() else None
 
     def write(self, record: ProgressRecord) -> None:
         """Set the gauges of every known value."""

@@ -128,3 +128,10 @@ class RemoteStore:
         target = self.folder / path
         target.parent.mkdir(exist_ok=True)
         target.write_bytes(data)
+
+
+def test_gauges_are_set_inside_ray_only(monkeypatch):
+    from shoal.platform.telemetry import RayGauges
+
+    monkeypatch.setitem(__import__("sys").modules, "ray", None)
+    assert RayGauges.connect("r") is None
