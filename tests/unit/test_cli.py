@@ -146,6 +146,51 @@ def test_config_validate_reports_all_that_is_wrong_outside_the_file(job, capsys,
     assert "run.storage_path is not writable" in message
 
 
+@pytest.fixture
+def good_job(tmp_path):
+    """A job that passes every check before a cluster is started."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    path = tmp_path / "data.parquet"
+    pq.write_table(pa.table({"label": [0, 1], "user": [1, 2]}), path)
+    text = f"model: shoal.jobs.models.dlrm:build\ndata: {{train: [{path}], sparse: [user]}}\n"
+    (tmp_path / "good.yaml").write_text(text + f"run: {{storage_path: {tmp_path}/runs}}\n")
+    return str(tmp_path / "good.yaml")
+
+
+def test_config_validate_accepts_a_good_job_and_leaves_nothing_behind(good_job, tmp_path, capsys):
+    assert run("config", "validate", good_job) == 0
+    assert list((tmp_path / "runs").iterdir()) == []
+
+
+def test_empty_data_set_is_refused_before_the_cluster_starts(good_job, trainer_only, tmp_path, capsys):
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    pq.write_table(
+        pa.table({"label": pa.array([], pa.int64()), "user": pa.array([], pa.int64())}), tmp_path / "none.pq"
+    )
+    assert run("train", good_job, "-o", f"data.train={tmp_path}/none.pq") == 1
+    assert "is empty" in capsys.readouterr().err
+    assert trainer_only.seen == []
+
+
+def test_column_that_the_files_lack_is_refused_before_the_cluster_starts(good_job, trainer_only, capsys):
+    assert run("train", good_job, "-o", "data.sparse=[user, itm]") == 1
+    message = capsys.readouterr().err
+    assert "itm" in message and "data.parquet" in message and trainer_only.seen == []
+
+
+def test_absent_gpu_is_refused_before_the_cluster_starts(good_job, trainer_only, monkeypatch, capsys):
+    import torch
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert run("train", good_job, "-o", "scaling.use_gpu=true") == 1
+    assert "scaling.use_gpu is true, but this machine has no GPU" in capsys.readouterr().err
+    assert trainer_only.seen == []
+
+
 def test_config_schema_is_json(capsys):
     assert run("config", "schema") == 0
     assert json.loads(capsys.readouterr().out)["title"] == "Shoal job"
@@ -168,13 +213,19 @@ class FakeTrainer:
 
 
 @pytest.fixture
-def trainer(monkeypatch):
+def trainer_only(monkeypatch):
+    """ElasticTrainer replaced, the checks before it left as they are."""
     FakeTrainer.seen = []
     module = types.ModuleType("shoal.jobs.train")
     module.ElasticTrainer = FakeTrainer
     monkeypatch.setitem(sys.modules, "shoal.jobs.train", module)
-    monkeypatch.setattr("shoal.platform.preflight.check_job", lambda config: None)
     return FakeTrainer
+
+
+@pytest.fixture
+def trainer(monkeypatch, trainer_only):
+    monkeypatch.setattr("shoal.platform.preflight.check_job", lambda config: None)
+    return trainer_only
 
 
 def test_train_passes_overrides_and_address_and_prints_what_is_next(trainer, job, capsys):
