@@ -19,7 +19,7 @@ import numpy as np
 from shoal.actors.dataset import Dataset
 from shoal.actors.windows import POSITION, DataOrder, WindowLike, WindowReader
 from shoal.kernels.arrow import ArrowTable, BatchConverter, TablePart
-from shoal.kernels.errors import ExchangeTimeoutError, RowError
+from shoal.kernels.errors import ClusterError, ExchangeTimeoutError, RowError
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -176,7 +176,7 @@ class Slicer:
         self._fetch = fetch
         self._by_lane = by_lane
         self._stop_step = stop_step
-        self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="shoal-window")
+        self._pool = ThreadPoolExecutor(max_workers=2, thread_name_prefix="shoal-window")
         self._windows: dict[tuple[Any, ...], Future[list[_Arranged]]] = {}
         self.assignment = assignment
         self.waiting_for = "nothing yet"
@@ -197,7 +197,10 @@ class Slicer:
         self.waiting_for = f"converting the batch of step {step}"
         pieces.sort(key=lambda piece: piece[0][0])
         try:
-            return self._converter.convert([part for _, part in pieces] or self._empty, position=start)
+            batch = self._converter.convert([part for _, part in pieces] or self._empty, position=start)
+            if len(batch) < stop - start:
+                batch.counters["rows lost with unreadable files"] = stop - start - len(batch)
+            return batch
         except RowError as error:
             position = int(np.concatenate([positions for positions, _ in pieces])[error.row])
             raise error.located(*self._order.origin(whole.epoch, position)) from None
@@ -374,7 +377,7 @@ class RayFeed(_PrefetchingFeed):
     def _fetch(self, window: WindowLike, lanes: tuple[int, ...]) -> list[pa.Table]:
         """The blocks of a window, asked for until they are there or the deadline passes; lost ones are rebuilt."""
         import ray
-        from ray.exceptions import ActorUnavailableError, GetTimeoutError, ObjectLostError
+        from ray.exceptions import ActorUnavailableError, GetTimeoutError, ObjectLostError, RayActorError
 
         deadline = time.monotonic() + self._timeout_s
         lost_version: int | None = None
@@ -389,6 +392,8 @@ class RayFeed(_PrefetchingFeed):
                 lost_version = version
             except ActorUnavailableError:
                 time.sleep(0.2)  # The feeder restarts; it rebuilds what it has lost.
+            except RayActorError as error:
+                raise ClusterError(f"the feeder actor died: {' '.join(str(error).split())[:300]}") from error
             except GetTimeoutError:
                 break
         raise ExchangeTimeoutError(

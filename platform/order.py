@@ -18,6 +18,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import hashlib
+import threading
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from fractions import Fraction
@@ -148,6 +149,8 @@ class VirtualOrder:
         self.num_rows = sum(group.num_rows for group in self._row_groups)
         if self.num_rows == 0:
             raise DataError(f"the data set is empty: {len(self.files)} files, 0 rows; check data.paths and any filter")
+        # A cache, not state: threads of a feed share the order.
+        self._lock = threading.Lock()
         self._cached_windows: dict[int, tuple[Window, ...]] = {}
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -183,12 +186,13 @@ class VirtualOrder:
 
     def windows(self, epoch: int) -> tuple[Window, ...]:
         """The windows of an epoch, in order: they partition its positions."""
-        cached = self._cached_windows.get(epoch)
-        if cached is None:
-            if len(self._cached_windows) >= 4:
-                self._cached_windows.pop(min(self._cached_windows))
-            cached = self._cached_windows[epoch] = tuple(self._cut_windows(epoch))
-        return cached
+        with self._lock:
+            cached = self._cached_windows.get(epoch)
+            if cached is None:
+                if len(self._cached_windows) >= 4:
+                    self._cached_windows.pop(min(self._cached_windows))
+                cached = self._cached_windows[epoch] = tuple(self._cut_windows(epoch))
+            return cached
 
     def _cut_windows(self, epoch: int) -> list[Window]:
         groups: Sequence[RowGroup] = self._row_groups

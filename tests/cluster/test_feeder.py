@@ -16,7 +16,7 @@ import torch
 from shoal.actors.dataset import Dataset, scan_dataset
 from shoal.actors.feed import Assignment, LocalFeed, RayFeed
 from shoal.kernels.batch import Batch
-from shoal.kernels.errors import DataError, ExchangeTimeoutError
+from shoal.kernels.errors import ClusterError, DataError, ExchangeTimeoutError
 from shoal.kernels.schema import Schema, SparseColumn
 from shoal.platform.feeder import Feeder, FeederOptions
 from shoal.platform.order import OrderSpec, VirtualOrder
@@ -166,3 +166,7 @@ def test_a_feeder_that_does_not_answer_meets_the_deadline(
         feed.next_batch(0)
     feed.close()
     ray.kill(silent)
+    orphan = RayFeed(silent, order, SCHEMA, dataset.arrow_schema, timeout_s=60)
+    with pytest.raises(ClusterError, match="the feeder actor died"):
+        orphan.next_batch(0)
+    orphan.close()

@@ -271,6 +271,7 @@ def test_a_file_that_goes_bad_later_leaves_short_batches_within_the_budget(tmp_p
     batches = read_all(dataset, order, order.steps(1))
     assert sorted(join(batches)["row"]) == [*range(100), *range(200, 300)]
     assert sum(len(batch) < 64 for batch in batches) >= 2  # left short, not back-filled (D4)
+    assert sum(batch.counters.get("rows lost with unreadable files", 0) for batch in batches) == 100
     strict = scan_dataset(str(tmp_path), SCHEMA, max_bad_files=1)
     (tmp_path / "2.parquet").write_bytes(b"gone")
     with pytest.raises(DataError, match=r"2\.parquet, row group 0: cannot be read"):
