@@ -112,11 +112,14 @@ def list_files(
     if not paths:
         raise DataError("data.paths is empty; name a file, a folder or a glob of Parquet files")
     found: dict[str, int] = {}
+    is_given = filesystem is not None
     for path in paths:
-        if filesystem is None:
-            filesystem, path = _resolve(path)
-        elif "://" in path:
-            path = path.split("://", 1)[1]
+        if not is_given:
+            resolved, inner = _resolve(path)
+            if filesystem is not None and not filesystem.equals(resolved):
+                raise DataError(f"{paths[0]} and {path} are on different file systems; one data set lives on one")
+            filesystem, path = filesystem or resolved, inner
+        assert filesystem is not None
         matches = list(_expand(filesystem, path))
         if not matches:
             raise DataError(f"no Parquet files at {path}; data.paths takes files, folders and globs")

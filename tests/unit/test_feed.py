@@ -347,6 +347,9 @@ def test_paths_may_be_files_folders_globs_and_uris(folder: Path) -> None:
         ([str(folder / n) for n in names[:2]], names[:2]),
         (str(folder / "part-[01].parquet"), names[:2]),
         (f"file://{folder}", names),
+        ([f"file://{folder}/part-0*.parquet", str(folder / names[2])], [names[0], names[2]]),
     ):
         _, files = list_files(paths)
         assert [Path(path).name for path, _ in files] == expected
+    with pytest.raises(DataError, match="different file systems"):
+        list_files([str(folder), "s3://bucket/data?region=us-east-1&endpoint_override=127.0.0.1:1"])
