@@ -11,7 +11,14 @@ import torch
 
 from shoal.kernels.jagged_tensor import JaggedTensor, jt_is_equal
 from shoal.kernels.keyed_jagged_tensor import KeyedJaggedTensor, kjt_is_equal
-from shoal.kernels.keyed_tensor import KeyedTensor, permute_multi_embedding, regroup_kts
+from shoal.kernels.keyed_tensor import (
+    KeyedTensor,
+    _fbgemm_permute_pooled_embs,
+    _kt_regroup_arguments,
+    _regroup_keyed_tensors,
+    permute_multi_embedding,
+    regroup_kts,
+)
 
 __all__ = [
     "ComputeJTDictToKJT",
@@ -19,6 +26,9 @@ __all__ = [
     "JaggedTensor",
     "KeyedJaggedTensor",
     "KeyedTensor",
+    "_fbgemm_permute_pooled_embs",
+    "_kt_regroup_arguments",
+    "_regroup_keyed_tensors",
     "jt_is_equal",
     "kjt_is_equal",
     "permute_multi_embedding",

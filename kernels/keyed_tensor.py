@@ -38,6 +38,40 @@ _regroup_keyed_tensors = regroup_kts
 _fbgemm_permute_pooled_embs = regroup_kts
 
 
+def _kt_regroup_arguments(
+    value: torch.Tensor, keys: List[List[str]], key_lengths: List[List[int]], groups: List[List[str]]
+) -> Tuple[torch.Tensor, torch.Tensor, torch.Tensor, List[int]]:
+    """Arguments of FBGEMM's ``permute_multi_embedding`` operator, for those who call it on the values themselves.
+
+    Returns int32 [copies, 6] (input, output, first column in, first column out, width, next), int32 widths of inputs
+    and of outputs, and the latter as a list. ``next`` chains the copies of one key for the backward pass: the first
+    names the second, later ones the negative of their successor, the last the negative of the number of copies.
+    """
+    place: Dict[str, Tuple[int, int, int]] = {}
+    for index, (names, widths) in enumerate(zip(keys, key_lengths)):
+        offsets = cumulative_sums(widths)
+        for position, name in enumerate(names):
+            place[name] = (index, offsets[position], widths[position])
+    copies: List[List[int]] = []
+    out_widths: List[int] = []
+    rows_of_key: Dict[str, List[int]] = {}
+    for index, group in enumerate(groups):
+        column = 0
+        for name in group:
+            source, start, width = place[name]
+            rows_of_key.setdefault(name, []).append(len(copies))
+            copies.append([source, index, start, column, width, 0])
+            column += width
+        out_widths.append(column)
+    for rows in rows_of_key.values():
+        for row, successor in zip(rows, [*rows[1:], len(copies)]):
+            if len(rows) > 1:
+                copies[row][5] = successor if row == rows[0] else -successor
+    in_widths = [sum(widths) for widths in key_lengths]
+    as_tensor = [torch.tensor(t, dtype=torch.int32).to(value.device) for t in (copies, in_widths, out_widths)]
+    return as_tensor[0], as_tensor[1], as_tensor[2], out_widths
+
+
 class KeyedTensor(metaclass=JaggedTensorMeta):
     """Dense tensors of one batch, concatenated along ``key_dim``, each found by its key.
 

@@ -13,9 +13,12 @@ from shoal.kernels.jagged import (
     JaggedTensor,
     KeyedJaggedTensor,
     KeyedTensor,
+    _kt_regroup_arguments,
     jt_is_equal,
     kjt_is_equal,
 )
+from shoal.kernels.jagged_checks import validate_keyed_jagged_tensor
+from shoal.kernels.tables import EmbeddingBagConfig
 from shoal.kernels.vbe import expand_inverse_indices, pad_strides
 
 #        sample 0  1   2
@@ -200,3 +203,42 @@ def test_printing_shows_bags():
     assert str(two_keys(weights=None)) == (
         'KeyedJaggedTensor({\n    "a": [[0, 1], [], [2]],\n    "b": [[3], [4], [5, 6, 7]]\n})\n'
     )
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"lengths": None}, "neither"),
+        ({"lengths": torch.tensor([2, 0, 1, 1, 1, 2])}, "sum of lengths, 7, is not the number of values, 8"),
+        ({"lengths": torch.tensor([3, -1, 1, 1, 1, 3])}, "negative element, -1"),
+        ({"lengths": None, "offsets": torch.tensor([0, 2, 2, 3, 4, 5, 7])}, "from 0 to 7"),
+        ({"offsets": torch.tensor([0, 2, 2, 3, 4, 6, 8])}, "not the cumulative sum"),
+        ({"lengths": None, "offsets": torch.tensor([], dtype=torch.int64)}, "offsets are empty"),
+        ({"keys": ["a", "a"]}, r"\['a'\] occur more than once"),
+        ({"keys": []}, "no keys for 6 bags"),
+        ({"keys": ["a", "b", "c", "d"]}, "6 bags are not 4 keys x stride 1"),
+        ({"stride_per_key_per_rank": [[2], [3]]}, r"strides \[2, 3\], which do not add up to 6 bags"),
+        ({"weights": torch.zeros(7)}, "7 weights for 8 values"),
+        ({"length_per_key": [4, 4]}, r"length_per_key is \[4, 4\] but the lengths .* sum to \[3, 5\]"),
+    ],
+)
+def test_validation_says_what_does_not_fit(changes, message):
+    with pytest.raises(DataError, match=message):
+        validate_keyed_jagged_tensor(two_keys(**changes))
+
+
+def test_validation_checks_ids_against_the_tables_that_read_them():
+    tables = [EmbeddingBagConfig(num_embeddings=8, embedding_dim=1, name="t", feature_names=["b", "absent"])]
+    assert validate_keyed_jagged_tensor(two_keys()) and validate_keyed_jagged_tensor(two_keys(), tables)
+    tables[0].num_embeddings = 7
+    assert not validate_keyed_jagged_tensor(two_keys(), tables)
+
+
+def test_regroup_arguments_chain_the_copies_of_a_key():
+    groups = [["f1", "f3"], ["f2"], ["f3", "f1"], ["f1"]]
+    copies, in_widths, out_widths, widths = _kt_regroup_arguments(
+        torch.empty(0), [["f1", "f2"], ["f3"]], [[3, 4], [5]], groups
+    )
+    assert [row[5] for row in copies.tolist()] == [4, 3, 0, -6, -5, -6]
+    assert [row[:5] for row in copies.tolist()][3:5] == [[1, 2, 0, 0, 5], [0, 2, 0, 5, 3]]
+    assert (in_widths.tolist(), out_widths.tolist(), widths) == ([7, 5], [8, 4, 8, 3], [8, 4, 8, 3])

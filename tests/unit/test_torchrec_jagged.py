@@ -166,3 +166,12 @@ def test_jagged_tensor_agrees(lengths, width):
     same(left.to_dense(), right.to_dense())
     same(left.to_padded_dense(width, 7.0), right.to_padded_dense(width, 7.0))
     same(left.to_padded_dense_weights(width), right.to_padded_dense_weights(width))
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.lists(st.lists(st.sampled_from("abcdef"), min_size=1, max_size=5), min_size=1, max_size=4))
+def test_regroup_arguments_agree(groups):
+    from torchrec.sparse.jagged_tensor import _kt_regroup_arguments
+
+    arguments = (torch.empty(0), [["a", "b"], ["c", "d", "e"], ["f"]], [[3, 4], [5, 6, 7], [8]], groups)
+    same(list(ours._kt_regroup_arguments(*arguments)), list(_kt_regroup_arguments(*arguments)))
