@@ -46,6 +46,9 @@ def run_job(config: JobConfig, *, as_json: bool = False) -> int:
         return 0
     print(summary_line(config.run.name, result))
     has_test_data = bool(config.data.test or config.data.eval)
-    commands = next_commands(result.path, has_test_data=has_test_data, has_checkpoint=result.checkpoint is not None)
+    has_checkpoint = result.checkpoint is not None
+    commands = next_commands(
+        result.path, has_test_data=has_test_data, has_checkpoint=has_checkpoint, train=config.train
+    )
     print(format_next_steps(commands))
     return 0

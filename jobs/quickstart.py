@@ -87,7 +87,10 @@ def quickstart(
         "run_dir": config.run.run_dir,
     }
     echo(format_report(report))
-    commands = next_commands(config.run.run_dir, has_test_data=True, has_checkpoint=result.checkpoint is not None)
+    has_checkpoint = result.checkpoint is not None
+    commands = next_commands(
+        config.run.run_dir, has_test_data=True, has_checkpoint=has_checkpoint, train=config.train
+    )
     repeat = (f"shoal train {job_file} -o run.name={config.run.name}-again", "the same training, from its job file")
     echo(format_next_steps([repeat, *commands]))
     return report

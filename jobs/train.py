@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import logging
 import os
 import sys
 from collections.abc import Callable, Mapping
@@ -233,7 +234,8 @@ class _connected:
         # Workers import the user's model from where the driver does.
         if "" in sys.path or os.getcwd() not in sys.path:
             sys.path.insert(0, os.getcwd())
-        options: dict[str, Any] = {"log_to_driver": False, "namespace": "shoal"}
+        # Ray's own start-up lines would break the progress bar; its errors still come through.
+        options: dict[str, Any] = {"log_to_driver": False, "namespace": "shoal", "logging_level": logging.ERROR}
         if choice.is_local:
             # Logical CPUs: a laptop may run more workers than it has cores, more slowly.
             options |= {"num_cpus": max(self._num_cpus, os.cpu_count() or 1), "include_dashboard": False}

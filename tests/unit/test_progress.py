@@ -8,6 +8,7 @@ import pytest
 
 from shoal.jobs.next_steps import format_next_steps, next_commands
 from shoal.jobs.progress import Progress, format_bytes, format_duration, format_line
+from shoal.platform.config import TrainConfig
 from shoal.platform.telemetry import ProgressRecord
 
 RECORD = ProgressRecord(
@@ -90,9 +91,10 @@ def test_sizes(num_bytes, text):
 
 
 def test_next_commands_fit_what_the_run_has():
-    everything = next_commands("runs/a b", has_test_data=True, has_checkpoint=True)
+    everything = next_commands("runs/a b", has_test_data=True, has_checkpoint=True, train=TrainConfig(epochs=3))
     assert [command.split()[1] for command, _ in everything[:2]] == ["eval", "resume"]
+    assert "train.epochs=6" in everything[1][0]
     assert all("'runs/a b" in command for command, _ in everything)
-    bare = next_commands("runs/x", has_test_data=True, has_checkpoint=False)
+    bare = next_commands("runs/x", has_test_data=True, has_checkpoint=False, train=TrainConfig())
     assert [command.split()[0] for command, _ in bare] == ["tensorboard"]
     assert format_next_steps(bare).startswith("next:\n  tensorboard --logdir runs/x/metrics")
