@@ -18,7 +18,7 @@ from shoal.kernels.transport import name_ranks
 #: Signatures: how this rank's exchange ended.
 TIMEOUT, CLOSED, LEFT = "timeout", "closed", "left"
 #: How long a store that does not answer is waited for, in seconds.
-_STORE_WAIT_S = 1.0
+_STORE_WAIT_S = 3.0
 
 
 def _bounded(call: Callable[[], Any], wait_s: float) -> Any:

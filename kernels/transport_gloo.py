@@ -25,7 +25,7 @@ import torch.distributed as dist
 
 from shoal.kernels.errors import ExchangeTimeoutError, PeerError
 from shoal.kernels.rollcall import CLOSED, LEFT, TIMEOUT, RollCall
-from shoal.kernels.transport import ByteBuffer, check_self_size, padded
+from shoal.kernels.transport import ByteBuffer, check_self_size, pack, padded
 
 #: Longest single message; Gloo's and the kernel's counters are 32 bits wide in places.
 MESSAGE_BYTES_MAX = 1 << 30
@@ -50,13 +50,12 @@ class GlooTransport:
         self._group: dist.ProcessGroup | None = group
         self._roll_call = roll_call
         self._sockets = list(sockets)
-        self._message_bytes_max = padded(np.int64(message_bytes_max))
+        self._message_bytes_max = int(padded(np.int64(message_bytes_max)))
         self._send = (ByteBuffer(), ByteBuffer())
         self._recv = (ByteBuffer(), ByteBuffer())
         self._parity = 0
         self._sizes = np.zeros(world_size, np.int64)
-        self._wire = np.zeros(world_size, np.int64)
-        self._offsets = np.zeros(world_size, np.int64)
+        self._packing = pack(self._sizes, rank)
         self._works: list[Any] = []
         self._options: dict[float, dist.AllToAllOptions] = {}
         self._broken: str | None = None
@@ -66,10 +65,9 @@ class GlooTransport:
         self._check_usable("send_buffers")
         self._parity ^= 1
         self._sizes = np.array(sizes, np.int64)
-        self._wire = padded(self._sizes)
-        self._offsets = self._layout(self._wire)
-        base = self._send[self._parity].reserve(int(self._wire.sum()))
-        return self._offsets + base
+        self._packing = pack(self._sizes, self.rank)
+        base = self._send[self._parity].reserve(self._packing.num_total)
+        return self._packing.offsets + base
 
     def exchange(self, recv_sizes: np.ndarray, *, timeout_s: float, operation: str = "exchange") -> np.ndarray:
         self.start(recv_sizes, timeout_s=timeout_s, operation=operation)
@@ -79,22 +77,17 @@ class GlooTransport:
         """First half of ``exchange``: messages are under way when it returns."""
         self._check_usable(operation)
         check_self_size(self._sizes, recv_sizes, self.rank, operation)
-        wire = padded(np.asarray(recv_sizes, np.int64))
-        offsets = self._layout(wire)
-        # The message to oneself lies after all others, outside of what Gloo is given.
-        wire[self.rank] = 0
-        sent = self._wire.copy()
-        sent[self.rank] = 0
-        num_recv, num_sent = int(wire.sum()), int(sent.sum())
-        self._recv[self._parity].reserve(num_recv)
-        self._pending = (offsets, timeout_s, operation)
+        sent, received = self._packing, pack(np.asarray(recv_sizes, np.int64), self.rank)
+        self._recv[self._parity].reserve(received.num_wire)
+        self._pending = (received.offsets, timeout_s, operation)
         self._works = []
-        out, src = self._recv[self._parity].tensor[:num_recv], self._send[self._parity].tensor[:num_sent]
+        out = self._recv[self._parity].tensor[: received.num_wire]
+        src = self._send[self._parity].tensor[: sent.num_wire]
         try:
-            if max(wire.max(initial=0), sent.max(initial=0)) <= self._message_bytes_max:
-                self._all_to_all(out, src, wire.tolist(), sent.tolist(), timeout_s)
+            if max(received.num_wire, sent.num_wire) <= self._message_bytes_max:
+                self._all_to_all(out, src, received.splits, sent.splits, timeout_s)
             else:
-                self._all_to_all_cut(out, src, wire, sent, timeout_s)
+                self._all_to_all_cut(out, src, np.array(received.splits), np.array(sent.splits), timeout_s)
         except RuntimeError as error:
             raise self._failure(error, operation, timeout_s) from error
 
@@ -109,7 +102,7 @@ class GlooTransport:
         finally:
             self._works = []
         addresses = offsets + self._recv[self._parity].address
-        addresses[self.rank] = self._offsets[self.rank] + self._send[self._parity].address
+        addresses[self.rank] = self._packing.offsets[self.rank] + self._send[self._parity].address
         return addresses
 
     def abandon(self, error: BaseException) -> None:
@@ -139,14 +132,6 @@ class GlooTransport:
         self._send = (ByteBuffer(), ByteBuffer())
         self._recv = (ByteBuffer(), ByteBuffer())
 
-    def _layout(self, wire: np.ndarray) -> np.ndarray:
-        """Offsets of the messages in one buffer: peers in rank order, oneself last."""
-        others = wire.copy()
-        others[self.rank] = 0
-        offsets = np.cumsum(others) - others
-        offsets[self.rank] = others.sum()
-        return offsets
-
     def _all_to_all(
         self, out: torch.Tensor, src: torch.Tensor, out_splits: list[int], in_splits: list[int], timeout_s: float
     ) -> None:
@@ -161,7 +146,7 @@ class GlooTransport:
         self, out: torch.Tensor, src: torch.Tensor, wire: np.ndarray, sent: np.ndarray, timeout_s: float
     ) -> None:
         """The first ``message_bytes_max`` of each message in the collective, the rest in pieces between its ends."""
-        limit = int(self._message_bytes_max)
+        limit = self._message_bytes_max
         starts_out, starts_in = np.cumsum(wire) - wire, np.cumsum(sent) - sent
         first_out, first_in = np.minimum(wire, limit), np.minimum(sent, limit)
         heads = [src[int(s) : int(s + n)] for s, n in zip(starts_in, first_in)]

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -19,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from shoal.kernels.errors import ExchangeTimeoutError, PeerError
-from shoal.kernels.transport import ByteBuffer, check_self_size, padded
+from shoal.kernels.transport import ByteBuffer, Packing, check_self_size, pack
 
 
 class NcclTransport:
@@ -37,7 +36,8 @@ class NcclTransport:
         self._send = (ByteBuffer(is_pinned=is_cuda), ByteBuffer(is_pinned=is_cuda))
         self._recv = (ByteBuffer(is_pinned=is_cuda), ByteBuffer(is_pinned=is_cuda))
         self._parity = 0
-        self._sizes = self._wire = self._offsets = np.zeros(world_size, np.int64)
+        self._sizes = np.zeros(world_size, np.int64)
+        self._packing = pack(self._sizes, rank)
         self._broken: str | None = None
 
     @classmethod
@@ -52,28 +52,23 @@ class NcclTransport:
         self._check_usable("send_buffers")
         self._parity ^= 1
         self._sizes = np.array(sizes, np.int64)
-        self._wire = padded(self._sizes)
-        self._offsets = _offsets(self._wire, self.rank)
-        return self._offsets + self._send[self._parity].reserve(int(self._wire.sum()))
+        self._packing = pack(self._sizes, self.rank)
+        return self._packing.offsets + self._send[self._parity].reserve(self._packing.num_total)
 
     def exchange(self, recv_sizes: np.ndarray, *, timeout_s: float, operation: str = "exchange") -> np.ndarray:
         self._check_usable(operation)
         check_self_size(self._sizes, recv_sizes, self.rank, operation)
-        wire = padded(np.asarray(recv_sizes, np.int64))
-        offsets = _offsets(wire, self.rank)
-        wire[self.rank] = 0
-        sent = self._wire.copy()
-        sent[self.rank] = 0
-        base = self._recv[self._parity].reserve(int(wire.sum()))
+        received = pack(np.asarray(recv_sizes, np.int64), self.rank)
+        base = self._recv[self._parity].reserve(received.num_wire)
         try:
-            self._swap(wire.tolist(), sent.tolist(), operation, timeout_s)
+            self._swap(received, self._packing, operation, timeout_s)
         except RuntimeError as error:
             if isinstance(error, PeerError):
                 raise
             self.abort(str(error))
             raise PeerError(f"{operation} failed on rank {self.rank} of {self.world_size}: {error}") from error
-        addresses = offsets + base
-        addresses[self.rank] = self._offsets[self.rank] + self._send[self._parity].address
+        addresses = received.offsets + base
+        addresses[self.rank] = self._packing.offsets[self.rank] + self._send[self._parity].address
         return addresses
 
     def abort(self, reason: str = "aborted") -> None:
@@ -87,18 +82,17 @@ class NcclTransport:
             self._group = None
             self._send = self._recv = (ByteBuffer(), ByteBuffer())
 
-    def _swap(self, out_splits: Sequence[int], in_splits: Sequence[int], operation: str, timeout_s: float) -> None:
-        num_sent, num_recv = sum(in_splits), sum(out_splits)
-        host_in = self._send[self._parity].tensor[:num_sent]
-        host_out = self._recv[self._parity].tensor[:num_recv]
+    def _swap(self, received: Packing, sent: Packing, operation: str, timeout_s: float) -> None:
+        host_in = self._send[self._parity].tensor[: sent.num_wire]
+        host_out = self._recv[self._parity].tensor[: received.num_wire]
         with contextlib.ExitStack() as scope:
             if self._stream is not None:
                 scope.enter_context(torch.cuda.device(self._device))
                 scope.enter_context(torch.cuda.stream(self._stream))
             src = host_in.to(self._device, non_blocking=True)
-            out = torch.empty(num_recv, dtype=torch.uint8, device=self._device)
+            out = torch.empty(received.num_wire, dtype=torch.uint8, device=self._device)
             # On CUDA this only makes the stream wait; the host goes on and watches the clock.
-            self._group.alltoall_base(out, src, list(out_splits), list(in_splits)).wait()
+            self._group.alltoall_base(out, src, received.splits, sent.splits).wait()
             host_out.copy_(out, non_blocking=True)
             if self._stream is None:
                 return
@@ -116,12 +110,3 @@ class NcclTransport:
     def _check_usable(self, operation: str) -> None:
         if self._broken is not None:
             raise PeerError(f"{operation} on rank {self.rank}: the transport was aborted here: {self._broken}")
-
-
-def _offsets(wire: np.ndarray, rank: int) -> np.ndarray:
-    """Peers in rank order, oneself last: what NCCL is given is contiguous without the message to oneself."""
-    others = wire.copy()
-    others[rank] = 0
-    offsets = np.cumsum(others) - others
-    offsets[rank] = others.sum()
-    return offsets

@@ -18,6 +18,9 @@ from shoal.kernels.transport import LoopbackTransport
 
 pytestmark = pytest.mark.usefixtures("no_shm_left")
 
+#: "Within a second" on an idle machine (0.06-0.6 s measured); test machines are shared.
+SOON_S = 2.5
+
 
 def _swap(groups: Any, timeout_s: float = 20.0) -> None:
     sizes = np.full(groups.spec.world_size, 20_000, np.int64)
@@ -87,7 +90,7 @@ def test_f1_a_death_is_known_to_all_survivors_within_a_second_even_if_they_park(
     assert outcomes[1].exit_code == -signal.SIGKILL
     for rank in (0, 2, 3):
         message, seconds = outcomes[rank].value
-        assert seconds < 1.5, message
+        assert seconds < SOON_S, message
         assert "rank 1" in message
 
 

@@ -17,6 +17,8 @@ from shoal.kernels.errors import PeerError, ProtocolError
 
 pytestmark = pytest.mark.usefixtures("no_shm_left")
 
+#: "Within a second" on an idle machine (0.06-0.6 s measured); test machines are shared.
+SOON_S = 2.5
 IMPLEMENTATIONS = [
     pytest.param("a", "auto", id="loopback-1"),
     pytest.param("aa", "gloo", id="gloo-2"),
@@ -166,7 +168,7 @@ def test_f1_survivors_of_a_killed_peer_raise_within_a_second_and_name_it(
         kind, message, seconds = outcome.value
         assert kind == "PeerError", message
         assert f"rank {victim} died" in message
-        assert seconds < 1.5
+        assert seconds < SOON_S
 
 
 def one_aborts(groups: Any) -> tuple[str, str, float]:
@@ -181,7 +183,7 @@ def test_f1_abort_releases_the_peers_that_wait_and_says_why(world: Any, hosts: s
     values = world.values(one_aborts, hosts, transport=transport)
     for kind, message, seconds in values:
         assert kind == "PeerError", message
-        assert seconds < 1.5
+        assert seconds < SOON_S
     for _, message, _ in values[1:]:
         assert "step 4 raised ValueError" in message
 
@@ -206,7 +208,7 @@ def test_abort_wakes_an_exchange_that_is_blocked_in_the_same_process(world: Any,
     values = world.values(abort_while_blocked, hosts, transport=transport)
     kind, message, seconds = values[0]
     assert (kind, "the controller says so" in message) == ("PeerError", True), message
-    assert 0.25 < seconds < 1.5
+    assert 0.25 < seconds < SOON_S
     assert all(value[0] == "PeerError" for value in values[1:])
 
 
