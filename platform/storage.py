@@ -80,6 +80,9 @@ class Storage:
     uri: str
     retry: RetryPolicy = dataclasses.field(default_factory=RetryPolicy)
 
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.shown_uri!r})"
+
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (self.uri, self.retry)
 

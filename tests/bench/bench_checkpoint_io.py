@@ -272,7 +272,10 @@ def measure_steps(trainer: Trainer, host: ShardHost, folder: Path) -> dict:
 def main() -> list[dict]:
     torch.set_num_threads(1)
     trainer, host = make_trainer()
-    folder = Path(tempfile.mkdtemp(prefix=".checkpoint-io-", dir=Path(__file__).parent))
+    # On the disk of the checkout; /tmp may be memory.
+    build = Path(__file__).parents[2] / "build"
+    build.mkdir(exist_ok=True)
+    folder = Path(tempfile.mkdtemp(prefix="checkpoint-io-", dir=build))
     try:
         cases = [*measure_io(host, folder), measure_steps(trainer, host, folder)]
     finally:

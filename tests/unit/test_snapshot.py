@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from pathlib import Path
@@ -84,6 +85,17 @@ def test_failed_snapshot_is_removed_and_its_error_is_typed(tmp_path: Path) -> No
     with pytest.raises(StorageFullError, match=r"part-00000-00002.arrow: .*No space left"):
         write_snapshot(Source(), OWNED, [TABLE], Full(str(tmp_path)), "c", 0, part_bytes=92_000)
     assert Storage(str(tmp_path)).list_files("c") == {}
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
+def test_real_enospc_within_a_part_is_a_full_storage_error(tmp_path: Path) -> None:
+    """Faults row 27: the error passes through Arrow's writer with its type."""
+    part = tmp_path / "c" / "tables" / "t" / "part-00000-00001.arrow"
+    part.parent.mkdir(parents=True)
+    part.symlink_to("/dev/full")
+    with pytest.raises(StorageFullError, match=r"part-00000-00001.arrow: .*No space left on device"):
+        write_snapshot(Source(), OWNED, [TABLE], Storage(str(tmp_path)), "c", 0, part_bytes=92_000)
+    assert Storage(str(tmp_path)).list_files("c") == {} and not part.is_symlink()
 
 
 def test_training_may_go_on_while_the_rate_is_waited_for(tmp_path: Path) -> None:

@@ -136,6 +136,7 @@ def test_credentials_are_never_shown() -> None:
     uri = "s3://KEY:SECRET@bucket/run?access_key=KEY&secret_key=SECRET"
     assert shown(uri) == "s3://bucket/run"
     assert "SECRET" not in Storage(uri).child("x").shown_uri
+    assert repr(Storage(uri)) == "Storage('s3://bucket/run')"
 
 
 class _Busy(http.server.BaseHTTPRequestHandler):
