@@ -147,7 +147,7 @@ class Session:
         self._free: list[Lookup] = []
         self._rounds: list[_Round] = []
         self._pool = _OutputPool()
-        self._columns: dict[tuple[tuple[str, ...], int | None], tuple[np.ndarray, frozenset[int]]] = {}
+        self._columns: dict[tuple[tuple[str, ...], bool, int | None], tuple[np.ndarray, frozenset[int]]] = {}
         self._step = -1
         self._is_training = False
         self._has_sequences = any(spec.is_sequence for spec in plan.outputs)
@@ -372,16 +372,19 @@ class Session:
     def _key_columns(self, kjt: KeyedJaggedTensor, collection: int | None) -> tuple[np.ndarray, frozenset[int]]:
         """(int32 [num features]: each feature's column of ``kjt``, -1 where it takes no part; collections that do).
 
-        With ``collection`` None every collection takes part whose features are all there: a model may compute the
-        KeyedJaggedTensor of another one from the batch. Raises KeyError naming what a single collection misses.
+        With ``collection`` None every collection takes part whose features (and weights) are all there: a model may
+        compute the KeyedJaggedTensor of another one from the batch. Raises KeyError naming what a collection misses.
         """
-        cache_key = (tuple(kjt.keys()), collection)
+        has_weights = kjt.weights_or_none() is not None
+        cache_key = (tuple(kjt.keys()), has_weights, collection)
         found = self._columns.get(cache_key)
         if found is None:
             features = self.model_tables.features
             position = {name: index for index, name in enumerate(kjt.keys())}
             missing = {f.collection for f in features if f.name not in position}
-            if collection in missing:
+            if collection is None:
+                missing |= {f.collection for f in features if f.is_weighted and not has_weights}
+            elif collection in missing:
                 names = sorted({f.name for f in features if f.collection == collection} - set(position))
                 raise KeyError(f"the KeyedJaggedTensor lacks features {names}; it has {sorted(position)}")
             wanted = {f.collection for f in features} - missing if collection is None else {collection}
