@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import sys
 import time
 from collections.abc import Callable
@@ -78,7 +79,9 @@ class Progress:
                 total=record.steps_total,
                 initial=record.step,
                 file=self._stream,
-                dynamic_ncols=True,
+                # A terminal without a size (a container's, often) would hide the bar.
+                dynamic_ncols=_has_width(self._stream),
+                ncols=None if _has_width(self._stream) else DEFAULT_COLUMNS,
                 mininterval=0,
                 leave=True,
                 bar_format=_BAR if record.steps_total else _COUNT,
@@ -89,6 +92,17 @@ class Progress:
         self._bar.set_postfix_str(format_bar(record), refresh=False)
         self._bar.refresh()
 
+
+def _has_width(stream: TextIO) -> bool:
+    """Whether the terminal behind a stream says how wide it is."""
+    try:
+        return os.get_terminal_size(stream.fileno()).columns > 0
+    except (OSError, ValueError):
+        return False
+
+
+#: Width of the bar where the terminal does not say its own.
+DEFAULT_COLUMNS = 120
 
 _BAR = "{percentage:3.0f}%|{bar:20}| step {n_fmt}/{total_fmt} {postfix}"
 _COUNT = "step {n_fmt} {postfix}"
