@@ -17,42 +17,50 @@ void copy_racing(const std::byte* from, uint64_t* to, uint32_t bytes) {
 
 constexpr uint32_t kDigitBits = 8;
 constexpr size_t kDigits = size_t{1} << kDigitBits;
-constexpr size_t kRadixSizeMin = 512;
+constexpr size_t kRadixSizeMin = 256;  // Smaller ranges: comparisons are faster.
 
-// Radix sort by an integer key. Digits are taken from the highest bits that differ, twice as many bits as the count
-// has: enough to tell almost all keys apart, whatever they are. What still ties is sorted by comparison.
+// Stable scatter of items by one digit; `ends` receives the end of each digit's range.
 template <typename T, typename Key>
-void radix_sort(std::vector<T>* items, Key key) {
-  const auto less = [&](const T& a, const T& b) { return key(a) < key(b); };
-  if (items->size() < kRadixSizeMin) {
-    std::sort(items->begin(), items->end(), less);
+void scatter(const T* from, size_t count, T* to, uint32_t shift, Key key, std::array<size_t, kDigits>* ends) {
+  std::array<size_t, kDigits>& at = *ends;
+  at.fill(0);
+  for (size_t i = 0; i < count; ++i) ++at[(key(from[i]) >> shift) % kDigits];
+  size_t total = 0;
+  for (size_t& start : at) {
+    const size_t size = start;
+    start = total;
+    total += size;
+  }
+  for (size_t i = 0; i < count; ++i) to[at[(key(from[i]) >> shift) % kDigits]++] = from[i];
+}
+
+// Sort `items` by the key's bits below `high`, from the highest digit down: after one or two scatters the ranges fit the
+// cache and are soon small enough for comparisons. `spare` has the same size.
+template <typename T, typename Key>
+void radix_sort(T* items, T* spare, size_t count, uint32_t high, Key key) {
+  if (count < kRadixSizeMin || high == 0) {
+    std::sort(items, items + count, [&](const T& a, const T& b) { return key(a) < key(b); });
     return;
   }
+  const uint32_t shift = high > kDigitBits ? high - kDigitBits : 0;
+  std::array<size_t, kDigits> ends;
+  scatter(items, count, spare, shift, key, &ends);
+  std::memcpy(static_cast<void*>(items), spare, count * sizeof(T));
+  size_t from = 0;
+  for (const size_t to : ends) {
+    if (to - from > 1) radix_sort(items + from, spare + from, to - from, shift, key);
+    from = to;
+  }
+}
+
+template <typename T, typename Key>
+void radix_sort(std::vector<T>* items, Key key) {
+  if (items->empty()) return;
   uint64_t varying = 0;
   for (const T& item : *items) varying |= key(item) ^ key(items->front());
-  if (varying == 0) return;
-  const uint32_t high = 64 - __builtin_clzll(varying);
-  const uint32_t wanted = std::min<uint32_t>(high, 2 * (64 - __builtin_clzll(items->size())));
-  const uint32_t low = high - wanted;
   std::vector<T> spare(items->size());
-  for (uint32_t shift = low; shift < high; shift += kDigitBits) {
-    std::array<size_t, kDigits> starts{};
-    for (const T& item : *items) ++starts[(key(item) >> shift) % kDigits];
-    size_t total = 0;
-    for (size_t& start : starts) {
-      const size_t count = start;
-      start = total;
-      total += count;
-    }
-    for (const T& item : *items) spare[starts[(key(item) >> shift) % kDigits]++] = item;
-    items->swap(spare);
-  }
-  if (low == 0) return;
-  for (size_t from = 0, to = 0; from < items->size(); from = to) {
-    const uint64_t top = key((*items)[from]) >> low;
-    for (to = from + 1; to < items->size() && (key((*items)[to]) >> low) == top;) ++to;
-    if (to - from > 1) std::sort(items->begin() + from, items->begin() + to, less);
-  }
+  const uint32_t high = varying == 0 ? 0 : 64 - __builtin_clzll(varying);
+  radix_sort(items->data(), spare.data(), items->size(), high, key);
 }
 
 }  // namespace
