@@ -35,6 +35,7 @@ import torch
 
 from shoal.kernels import _core
 from shoal.kernels.errors import ConfigError, ProtocolError
+from shoal.kernels.outputs import StepMemory
 from shoal.kernels.rowstore import RowStore
 from shoal.kernels.spec import FeatureSpec, IdPolicy, PoolingType, TableSpec
 
@@ -180,6 +181,7 @@ class Lookup:
         # Tensors whose memory the native side reads between calls.
         self._batch: tuple[torch.Tensor, ...] = ()
         self._grads: tuple[torch.Tensor, ...] = ()
+        self._memories = [StepMemory() for _ in plan.outputs]
         self.batch_size = 0
 
     def route(
@@ -266,10 +268,8 @@ class Lookup:
         """Uninitialised float32 tensors for ``pool``: [B, width] per pooled output, [N_f, D] per sequence."""
         counts = self.native.feature_counts() if any(output.is_sequence for output in self.plan.outputs) else None
         return [
-            torch.empty(
-                (int(counts[o.features[0]]) if o.is_sequence and counts is not None else self.batch_size, o.width)
-            )
-            for o in self.plan.outputs
+            memory.take((self.batch_size if counts is None or not o.is_sequence else int(counts[o.features[0]]), o.width))
+            for memory, o in zip(self._memories, self.plan.outputs)
         ]
 
     def pool(self, sources: np.ndarray, outputs: Sequence[torch.Tensor]) -> None:

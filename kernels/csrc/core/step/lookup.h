@@ -107,6 +107,7 @@ class Lookup {
   void sum_range(int table, int64_t begin, int64_t end, float* sum) const;
   const float* grad_of(int table, uint32_t entry) const;
   int64_t begin_of(int table, int64_t u) const { return u == position_start_[table] ? u : ends_[u - 1]; }
+  int64_t look_ahead_end(int table) const;
   void prefetch_row_grad(int table, int64_t u) const;
   // The gradient of unique row u: in `space` [dim], or where it already lies.
   const float* sum_row(int table, int64_t u, float* space) const;
@@ -144,6 +145,7 @@ class Lookup {
   RunList incoming_;
   std::vector<const std::byte*> incoming_data_;  // per run: its ids in the received section
   std::vector<int64_t> table_runs_;              // [tables + 1]
+  std::vector<const int64_t*> incoming_run_ids_;  // per run; this rank's own may lie in unique_ids_
   Buffer<int64_t> incoming_ids_;
   Buffer<uint32_t> incoming_slots_;
   Buffer<float> initial_rows_;  // values of local rows that do not exist (evaluation)

@@ -10,6 +10,8 @@ namespace shoal::step {
 namespace {
 
 constexpr int64_t kOutputBlockBytes = 256 << 10;  // a block of output rows is written while it is in L2
+// An output beyond this will not be in a core's caches when its reader comes: it is written past them.
+constexpr int64_t kStreamBytes = 16 << 20;
 constexpr int64_t kSequenceBlock = 1024;
 constexpr int64_t kBagsPerTask = 256;
 constexpr int64_t kAhead = 10;  // rows prefetched ahead
@@ -47,6 +49,7 @@ struct BagJob {
   int64_t stride;
   const uint32_t* next_inverse;  // rows that the caller needs next, to prefetch
   int64_t next_count;
+  bool can_stream;
 };
 
 template <class Rows>
@@ -68,7 +71,7 @@ int64_t kept_in_bag(const BagJob& job, int64_t first, int64_t last) {
 }
 
 // Sums a bag of float32 rows column chunk by column chunk, in position order.
-template <bool kWeighted>
+template <bool kWeighted, bool kStream>
 void sum_bag(const PlainRows& rows, const BagJob& job, int64_t first, int64_t last, float scale, float* out) {
   const uint32_t* inverse = job.inverse;
   const float* weights = job.weights;
@@ -95,8 +98,13 @@ void sum_bag(const PlainRows& rows, const BagJob& job, int64_t first, int64_t la
             for (int v = 0; v < kVectors; ++v)
               acc[v] = acc[v] + (kWeighted ? load8(x + 8 * v) * splat8(weights[p]) : load8(x + 8 * v));
           }
-          for (int v = 0; v < kVectors; ++v)
-            store8(out + column + 8 * v, scale == 1.f ? acc[v] : acc[v] * splat8(scale));
+          for (int v = 0; v < kVectors; ++v) {
+            const v8 result = scale == 1.f ? acc[v] : acc[v] * splat8(scale);
+            if constexpr (kStream)
+              stream8(out + column + 8 * v, result);
+            else
+              store8(out + column + 8 * v, result);
+          }
         }
       },
       [&](int column) {
@@ -107,7 +115,7 @@ void sum_bag(const PlainRows& rows, const BagJob& job, int64_t first, int64_t la
 }
 
 // The same sum, row by row: for rows that must be decoded.
-template <bool kWeighted>
+template <bool kWeighted, bool kStream>
 void sum_bag(const EncodedRows& rows, const BagJob& job, int64_t first, int64_t last, float scale, float* out) {
   alignas(32) float space[kDimMax];
   for (int64_t p = first; p < last; ++p) {
@@ -122,7 +130,7 @@ void sum_bag(const EncodedRows& rows, const BagJob& job, int64_t first, int64_t 
     for (int d = 0; d < rows.dim; ++d) out[d] = out[d] * scale;
 }
 
-template <class Rows>
+template <bool kWeighted, bool kStream, class Rows>
 void pool_bags(const Rows& rows, const BagJob& job) {
   const int64_t last_position = job.bags[job.end];
   for (int64_t b = job.begin; b < job.end; ++b) {
@@ -135,11 +143,19 @@ void pool_bags(const Rows& rows, const BagJob& job) {
     }
     const int64_t kept = job.is_mean ? kept_in_bag(job, first, last) : 1;
     const float scale = job.is_mean && kept > 1 ? 1.f / static_cast<float>(kept) : 1.f;
-    if (job.weights)
-      sum_bag<true>(rows, job, first, last, scale, out);
-    else
-      sum_bag<false>(rows, job, first, last, scale, out);
+    sum_bag<kWeighted, kStream>(rows, job, first, last, scale, out);
   }
+  if (kStream) stream_fence();
+}
+
+template <class Rows>
+void pool_bags(const Rows& rows, const BagJob& job) {
+  if (job.weights)
+    pool_bags<true, false>(rows, job);
+  else if (job.can_stream)
+    pool_bags<false, true>(rows, job);
+  else
+    pool_bags<false, false>(rows, job);
 }
 
 template <class Rows>
@@ -218,7 +234,11 @@ void Lookup::pool_block(int output, int64_t begin, int64_t end, float* out) cons
                out + feature.column,
                plan_->output_strides[output],
                nullptr,
-               0};
+               0,
+               false};
+    const int64_t stride_bytes = 4 * job.stride;
+    job.can_stream = batch_size_ * stride_bytes > kStreamBytes && plan_->tables[feature.table].dim % 8 == 0 &&
+                     (reinterpret_cast<uintptr_t>(job.output) | static_cast<uintptr_t>(stride_bytes)) % 32 == 0;
     const bool has_next = i + 1 < features.size();
     const int64_t next_begin = has_next ? begin : end;
     const int64_t next_end = has_next ? end : std::min(batch_size_, 2 * end - begin);

@@ -82,15 +82,21 @@ void Lookup::resolve(const int64_t* sources, const int64_t* source_bytes) {
   incoming_.peer_start[W] = static_cast<int64_t>(incoming_.runs.size());
   incoming_ids_.grow(total);
   incoming_slots_.grow(total);
+  incoming_run_ids_.resize(incoming_.runs.size());
   for (int p = 0; p < W; ++p) {
     for (int64_t r = incoming_.peer_start[p]; r < incoming_.peer_start[p + 1]; ++r) {
       const Run& run = incoming_.runs[r];
       int64_t* ids = incoming_ids_.data() + run.start;
-      if (p == plan_->rank) {
-        const uint32_t* order = order_.data() + order_start_[p] + (run.start - incoming_.runs[incoming_.peer_start[p]].start);
-        for (int64_t i = 0; i < run.count; ++i) ids[i] = static_cast<int64_t>(unique_ids_[order[i]]);
-      } else {
+      incoming_run_ids_[r] = ids;
+      if (p != plan_->rank) {
         read_ids(*plan_, p, run.table, incoming_data_[r], run.count, ids);
+        continue;
+      }
+      const uint32_t* order = order_.data() + order_start_[p] + (run.start - incoming_.runs[incoming_.peer_start[p]].start);
+      if (plan_->tables[run.table].has_one_owner) {
+        incoming_run_ids_[r] = reinterpret_cast<const int64_t*>(unique_ids_.data() + order[0]);
+      } else {
+        for (int64_t i = 0; i < run.count; ++i) ids[i] = static_cast<int64_t>(unique_ids_[order[i]]);
       }
     }
   }
@@ -110,7 +116,7 @@ void Lookup::find_slots() {
   plan_->threads->run(T, [&](int64_t t, int) {
     for (int64_t i = table_runs_[t]; i < table_runs_[t + 1]; ++i) {
       const Run& run = incoming_.runs[by_table[i]];
-      const int64_t bad = plan_->store->resolve(static_cast<uint32_t>(t), incoming_ids_.data() + run.start, run.count,
+      const int64_t bad = plan_->store->resolve(static_cast<uint32_t>(t), incoming_run_ids_[by_table[i]], run.count,
                                                 incoming_slots_.data() + run.start, is_training_);
       if (bad >= 0)
         throw std::logic_error("the placement gives this rank a row block of table " + plan_->store->table(t).name +
@@ -128,11 +134,11 @@ void Lookup::point_at_local_rows() {
     const uint32_t* order = order_.data() + order_start_[rank];
     for (int64_t r = incoming_.peer_start[rank]; r < incoming_.peer_start[rank + 1]; ++r) {
       const Run& run = incoming_.runs[r];
-      fn(run, plan_->tables[run.table], order);
+      fn(run, plan_->tables[run.table], order, incoming_run_ids_[r]);
       order += run.count;
     }
   };
-  local_runs([&](const Run& run, const Table& table, const uint32_t* order) {
+  local_runs([&](const Run& run, const Table& table, const uint32_t* order, const int64_t*) {
     const Arena& arena = plan_->store->arena_of(run.table);
     const uint32_t* slots = incoming_slots_.data() + run.start;
     const uintptr_t tag = table.type == RowType::F32 ? 0 : kEncodedTag;
@@ -146,10 +152,10 @@ void Lookup::point_at_local_rows() {
   if (missing_floats == 0) return;
   // Evaluation of ids that were never trained: their initial values, computed aside.
   float* space = initial_rows_.grow(missing_floats);
-  local_runs([&](const Run& run, const Table& table, const uint32_t* order) {
+  local_runs([&](const Run& run, const Table& table, const uint32_t* order, const int64_t* ids) {
     for (int64_t i = 0; i < run.count; ++i) {
       if (incoming_slots_[run.start + i] != kNoSlot) continue;
-      initial_row(plan_->store->table(run.table), incoming_ids_[run.start + i], space);
+      initial_row(plan_->store->table(run.table), ids[i], space);
       row_address_[order[i]] = reinterpret_cast<uintptr_t>(space);
       space += table.dim;
     }

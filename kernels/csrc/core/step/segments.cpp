@@ -13,16 +13,20 @@ namespace shoal::step {
 namespace {
 
 constexpr int64_t kSegment = 512;
-constexpr int64_t kEntriesAhead = 6;  // gradients prefetched ahead within a row
+constexpr int64_t kEntriesAhead = 12;  // gradients prefetched ahead, also those of the rows that follow
 constexpr int64_t kRowsAhead = 8;
 constexpr int64_t kRowsPerTask = 512;
 
 int bit_width(uint64_t n) { return n ? 64 - __builtin_clzll(n) : 0; }
 
-// Sums entries [begin, end) of one row into `sum`; `grad_of(entry)` is the address of its first column.
+// Sums entries [begin, end) of one row into `sum`; `grad_of(entry)` is the address of its first column. Gradients of
+// entries before `limit` are worth prefetching.
 template <bool kScaled, class GradOf>
-void sum_entries(const uint32_t* entries, const float* scales, int64_t begin, int64_t end, int dim, GradOf&& grad_of,
-                 float* sum) {
+void sum_entries(const uint32_t* entries, const float* scales, int64_t begin, int64_t end, int64_t limit, int dim,
+                 GradOf&& grad_of, float* sum) {
+  auto look_ahead = [&](int64_t e, int column) {
+    if (column == 0 && e + kEntriesAhead < limit) prefetch_bytes(grad_of(entries[e + kEntriesAhead]), dim * int64_t{4});
+  };
   for_each_chunk(
       dim,
       [&](auto chunk, int column) {
@@ -38,13 +42,13 @@ void sum_entries(const uint32_t* entries, const float* scales, int64_t begin, in
         } else {
           v8 acc[kVectors];
           const float* first = grad_of(entries[begin]) + column;
+          look_ahead(begin, column);
           for (int v = 0; v < kVectors; ++v) acc[v] = load8(first + 8 * v);
           if (kScaled)
             for (int v = 0; v < kVectors; ++v) acc[v] = acc[v] * splat8(scales[begin]);
           for (int64_t e = begin + 1; e < end; ++e) {
-            if (e + kEntriesAhead < end)
-              prefetch_bytes(grad_of(entries[e + kEntriesAhead]) + column, kVectors * int64_t{32});
             const float* x = grad_of(entries[e]) + column;
+            look_ahead(e, column);
             for (int v = 0; v < kVectors; ++v)
               acc[v] = acc[v] + (kScaled ? load8(x + 8 * v) * splat8(scales[e]) : load8(x + 8 * v));
           }
@@ -196,11 +200,12 @@ void Lookup::sum_range(int t, int64_t begin, int64_t end, float* sum) const {
   const Table& table = plan_->tables[t];
   const uint32_t* entries = entries_.data();
   const float* scales = scales_.data();
+  const int64_t limit = std::max(end, look_ahead_end(t));
   auto run = [&](auto&& grad_of) {
     if (table.has_scaled_features)
-      sum_entries<true>(entries, scales, begin, end, table.dim, grad_of, sum);
+      sum_entries<true>(entries, scales, begin, end, limit, table.dim, grad_of, sum);
     else
-      sum_entries<false>(entries, scales, begin, end, table.dim, grad_of, sum);
+      sum_entries<false>(entries, scales, begin, end, limit, table.dim, grad_of, sum);
   };
   if (table.features.size() == 1) {
     const Feature& feature = plan_->features[table.features[0]];
@@ -220,14 +225,26 @@ const float* Lookup::grad_of(int t, uint32_t entry) const {
   return grads_[feature.output] + feature.column + row * plan_->output_strides[feature.output];
 }
 
+// Rows of a table with one owner are summed in the order of their entries, so that the entries of the rows that follow
+// are the ones needed next; otherwise callers prefetch the first entry of a later row.
+int64_t Lookup::look_ahead_end(int t) const {
+  const int64_t n = num_unique_[t];
+  return plan_->tables[t].has_one_owner && n ? int64_t{ends_[position_start_[t] + n - 1]} : 0;
+}
+
 void Lookup::prefetch_row_grad(int t, int64_t u) const {
+  if (plan_->tables[t].has_one_owner) return;
   prefetch_bytes(grad_of(t, entries_[begin_of(t, u)]), plan_->tables[t].dim * int64_t{4});
 }
 
 const float* Lookup::sum_row(int t, int64_t u, float* space) const {
   const Table& table = plan_->tables[t];
   const int64_t begin = begin_of(t, u), end = ends_[u];
-  if (end - begin == 1 && !table.has_scaled_features) return grad_of(t, entries_[begin]);
+  if (end - begin == 1 && !table.has_scaled_features) {
+    if (begin + kEntriesAhead < look_ahead_end(t))
+      prefetch_bytes(grad_of(t, entries_[begin + kEntriesAhead]), table.dim * int64_t{4});
+    return grad_of(t, entries_[begin]);
+  }
   if (end - begin <= kSegment) {
     sum_range(t, begin, end, space);
     return space;

@@ -31,6 +31,21 @@ inline v8 fma8(v8 a, v8 b, v8 c) {
 #endif
 }
 
+// Stores past the caches, without reading the line first; `p` is 32-byte aligned. Weakly ordered: see stream_fence.
+inline void stream8(float* p, v8 value) {
+#if defined(__AVX__)
+  __builtin_ia32_movntps256(p, value);
+#else
+  store8(p, value);
+#endif
+}
+// Orders earlier stream8 before whatever tells other threads that the data is there.
+inline void stream_fence() {
+#if defined(__AVX__)
+  __builtin_ia32_sfence();
+#endif
+}
+
 // Adds the lanes in a fixed tree, the same on every machine.
 inline float sum_lanes(v8 a) { return ((a[0] + a[4]) + (a[2] + a[6])) + ((a[1] + a[5]) + (a[3] + a[7])); }
 
