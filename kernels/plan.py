@@ -268,7 +268,9 @@ class Lookup:
         """Uninitialised float32 tensors for ``pool``: [B, width] per pooled output, [N_f, D] per sequence."""
         counts = self.native.feature_counts() if any(output.is_sequence for output in self.plan.outputs) else None
         return [
-            memory.take((self.batch_size if counts is None or not o.is_sequence else int(counts[o.features[0]]), o.width))
+            memory.take(
+                (self.batch_size if counts is None or not o.is_sequence else int(counts[o.features[0]]), o.width)
+            )
             for memory, o in zip(self._memories, self.plan.outputs)
         ]
 

@@ -136,15 +136,32 @@ def run_case(distribution: str, pooling: int, num_threads: int, target: float | 
     name = f"{distribution} pooling {pooling}" + ("" if num_threads == 1 else f", {num_threads} threads")
     phases = {f"{p}_ms": round(float(np.median(t[2:])) * 1e3, 3) for p, t in ours.phases.items()}
     cases = [
-        harness.case(name, "ms", times["ours"], times["fbgemm"], "FBGEMM CPU TBE", target, value_scale=1e3,
-                     phases=phases, **facts)  # fmt: skip
+        harness.case(
+            name,
+            "ms",
+            times["ours"],
+            times["fbgemm"],
+            "FBGEMM CPU TBE",
+            target,
+            value_scale=1e3,
+            phases=phases,
+            **facts,
+        )  # fmt: skip
     ]
     if distribution == "uniform" and num_threads == 1:
         floor = bytes_touched(work, float(facts["unique_ids_per_batch"])) / bandwidth
         cases.append(
-            harness.case(f"{name}: time / (bytes touched / memcpy bandwidth)", "x", [t / floor for t in times["ours"]], None,
-                         None, 2.0, higher_is_better=False, memcpy_gb_per_s=round(bandwidth / 1e9, 2),
-                         megabytes_touched=round(floor * bandwidth / 1e6, 1))  # fmt: skip
+            harness.case(
+                f"{name}: time / (bytes touched / memcpy bandwidth)",
+                "x",
+                [t / floor for t in times["ours"]],
+                None,
+                None,
+                2.0,
+                higher_is_better=False,
+                memcpy_gb_per_s=round(bandwidth / 1e9, 2),
+                megabytes_touched=round(floor * bandwidth / 1e6, 1),
+            )  # fmt: skip
         )
     return cases
 

@@ -26,7 +26,9 @@ def make_plan(dim: int, pooling: PoolingType, *, is_weighted: bool = False, poli
     return StepPlan(store, [table], [feature], [np.zeros(1, np.uint16)], rank=0, world_size=1, num_threads=num_threads)
 
 
-def forward(plan: StepPlan, ids: torch.Tensor, lengths: torch.Tensor, weights: torch.Tensor | None = None) -> tuple[Lookup, torch.Tensor]:
+def forward(
+    plan: StepPlan, ids: torch.Tensor, lengths: torch.Tensor, weights: torch.Tensor | None = None
+) -> tuple[Lookup, torch.Tensor]:
     lookup = plan.new_lookup()
     offsets = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
     lookup.route(ids, offsets, weights, np.zeros(1, np.int32), len(lengths))
@@ -36,7 +38,9 @@ def forward(plan: StepPlan, ids: torch.Tensor, lengths: torch.Tensor, weights: t
     return lookup, output
 
 
-def random_bags(seed: int, batch: int = 23, length_max: int = 6, id_max: int = 100) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def random_bags(
+    seed: int, batch: int = 23, length_max: int = 6, id_max: int = 100
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(seed)
     lengths = torch.randint(0, length_max + 1, (batch,), generator=generator)
     ids = torch.randint(0, id_max, (int(lengths.sum()),), generator=generator)
