@@ -13,7 +13,8 @@ import pytest
 import torch
 
 from shoal.actors.dataset import Dataset, common_type, list_files, scan_dataset
-from shoal.actors.feed import Assignment, LocalFeed, Prefetcher
+from shoal.actors.feed import Assignment, LocalFeed
+from shoal.actors.prefetch import Prefetcher
 from shoal.actors.windows import POSITION, arrange_window, cut_lanes
 from shoal.kernels.batch import Batch
 from shoal.kernels.errors import DataError, ExchangeTimeoutError, SchemaError

@@ -1,5 +1,5 @@
-// Memory of the arrays handed to Python: 64-byte aligned, recycled. A batch's arrays live for a few steps and have about
-// the same sizes each time; taking them from a free list avoids a page fault per 4 KiB of every batch.
+// Memory of the arrays handed to Python: 64-byte aligned, recycled. A batch's arrays live for a few steps and have
+// about the same sizes each time; taking them from a free list avoids a page fault per 4 KiB of every batch.
 #pragma once
 
 #include <cstddef>

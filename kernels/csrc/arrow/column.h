@@ -53,7 +53,8 @@ inline bool bit(const uint8_t* bits, int64_t i) { return (bits[i >> 3] >> (i & 7
 bool has_zero_bit(const uint8_t* bits, int64_t begin, int64_t end);
 
 inline float half_to_float(uint16_t half) {
-  // Exact: scale the exponent by multiplication, so that subnormal halves come out right; infinities and NaN keep theirs.
+  // Exact: the exponent is scaled by multiplication, so that subnormal halves come out right; infinities and NaN keep
+  // theirs.
   const uint32_t sign = static_cast<uint32_t>(half & 0x8000u) << 16;
   const uint32_t magnitude = half & 0x7fffu;
   uint32_t bits = magnitude << 13;

@@ -11,7 +11,8 @@ namespace shoal {
 namespace {
 
 const char* const kIdTypes =
-    "it must hold integers or strings, one a row or in lists (floating ids are refused: 2**53 + 1 does not survive them)";
+    "it must hold integers or strings, one a row or in lists (floating ids are refused: 2**53 + 1 does not survive "
+    "them)";
 
 // Counts a failure and keeps the first few of a column.
 class FailureLog {
@@ -40,7 +41,8 @@ class FeatureWriter {
     if (ids.num_rows == 0) return;
     const int64_t begin = ids.begin(0), end = ids.end(ids.num_rows - 1);
     const IdReader reader(ids, end - begin);
-    const bool is_plain = !ids.may_have_null_rows() && !reader.may_have_nulls() && (weights == nullptr || is_clean(*weights));
+    const bool is_plain = !ids.may_have_null_rows() && !reader.may_have_nulls() &&
+                          (weights == nullptr || is_clean(*weights));
     if (is_plain && lengths_fit(ids, weights)) {
       append_plain(ids, reader, weights, begin, end);
     } else {
@@ -66,7 +68,8 @@ class FeatureWriter {
     return fits;
   }
 
-  void append_plain(const ColumnView& ids, const IdReader& reader, const ColumnView* weights, int64_t begin, int64_t end) {
+  void append_plain(const ColumnView& ids, const IdReader& reader, const ColumnView* weights, int64_t begin,
+                    int64_t end) {
     int64_t cursor = out_->num_values;
     reader.copy(begin, end, out_->values.data() + cursor);
     int64_t* offsets = row_offsets_ + row_;
@@ -196,13 +199,15 @@ ColumnView view_child(const Chunk& chunk, int64_t child, const ColumnType& type)
 std::string id_type_problem(const ColumnSpec& spec, const ColumnType& type) {
   const bool is_null = type.element == Element::kNull;
   const bool is_scalar = type.container == Container::kScalar;
-  if (!is_null && !is_integer(type.element) && !is_bytes(type.element) && type.element != Element::kBool) return kIdTypes;
+  const bool is_id = is_integer(type.element) || is_bytes(type.element) || type.element == Element::kBool;
+  if (!is_null && !is_id) return kIdTypes;
   if (spec.role == Role::kExtra) return is_scalar ? "" : "it must hold one integer or string a row, not lists";
   switch (spec.kind) {
     case IdKind::kId:
       return is_scalar && !is_bytes(type.element) ? "" : "kind is id, so it must hold one integer a row";
     case IdKind::kList:
-      return (!is_scalar || is_null) && !is_bytes(type.element) ? "" : "kind is list, so it must hold lists of integers";
+      if ((!is_scalar || is_null) && !is_bytes(type.element)) return "";
+      return "kind is list, so it must hold lists of integers";
     case IdKind::kString:
       return is_bytes(type.element) || is_null ? "" : "kind is string, so it must hold strings or binaries";
     default:
@@ -235,7 +240,8 @@ Converter::Converter(std::vector<ColumnSpec> specs, ConverterOptions options)
   }
 }
 
-std::string Converter::find(const ArrowSchema& schema, const std::string& name, int64_t* child, ColumnType* type) const {
+std::string Converter::find(const ArrowSchema& schema, const std::string& name, int64_t* child,
+                            ColumnType* type) const {
   *child = -1;
   for (int64_t i = 0; i < schema.n_children; ++i) {
     if (name != schema.children[i]->name) continue;

@@ -63,7 +63,9 @@ class IdReader {
  private:
   int64_t key(int64_t i) const {
     const int64_t j = read_id(view_.elements, i);
-    if (j < 0 || j >= view_.dictionary_length) throw std::runtime_error("damaged Arrow data: dictionary key out of range");
+    if (j < 0 || j >= view_.dictionary_length) {
+      throw std::runtime_error("damaged Arrow data: dictionary key out of range");
+    }
     return j;
   }
 

@@ -130,7 +130,8 @@ NB_MODULE(_arrow, m) {
   nb::class_<Converter>(m, "Converter")
       .def(
           "__init__",
-          [](Converter* self, nb::list columns, bool labels_are_binary, bool missing_dense_is_zero, int64_t failures_max) {
+          [](Converter* self, nb::list columns, bool labels_are_binary, bool missing_dense_is_zero,
+             int64_t failures_max) {
             std::vector<ColumnSpec> specs;
             for (nb::handle item : columns) {
               nb::tuple c = nb::cast<nb::tuple>(item);

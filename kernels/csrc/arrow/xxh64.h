@@ -1,6 +1,7 @@
 // XXH64, written from its specification (github.com/Cyan4973/xxHash, doc/xxhash_spec.md): the hash that turns string
 // ids into 64-bit ids. Published, with implementations in every language, so that a server in another language
-// computes the same ids. Test vectors: seed 0, "" -> ef46db3751d8e999, "a" -> d24ec4f1a98c6e5b, "abc" -> 44bc2cf5ad770999.
+// computes the same ids. Test vectors, seed 0: "" -> ef46db3751d8e999, "a" -> d24ec4f1a98c6e5b,
+// "abc" -> 44bc2cf5ad770999.
 #pragma once
 
 #include <cstdint>
