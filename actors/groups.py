@@ -171,7 +171,9 @@ class _Former:
     def form(self) -> Groups:
         self.meet("arrive")
         control, control_sockets = self._form_gloo("control")
-        roll_call = RollCall(self._connect(), self.spec.rank, self.spec.world_size)
+        # Forming is the only other user of this connection and is over when the roll is called. A second one is not
+        # made lightly: torch looks up the name of both ends, and a lost DNS answer costs 5 s (torch 2.13, measured).
+        roll_call = RollCall(self.store, self.spec.rank, self.spec.world_size)
         transport: Transport | None = None
         payload: Transport | None = None
         try:

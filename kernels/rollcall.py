@@ -39,7 +39,7 @@ def _bounded(call: Callable[[], Any], wait_s: float) -> Any:
 class RollCall:
     """A sheet of signatures of one epoch in a torch.distributed Store that all ranks reach.
 
-    ``store`` must be a connection of its own: a store client serialises its callers.
+    Nobody else may use ``store``'s connection meanwhile: a store client serialises its callers.
     """
 
     def __init__(self, store: Any, rank: int, world_size: int, *, wait_s: float = 0.5) -> None:
