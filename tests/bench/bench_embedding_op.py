@@ -24,7 +24,7 @@ from shoal.kernels.rowstore import RowStore
 from shoal.kernels.spec import FeatureSpec, OptimizerKind, OptimizerSpec, TableSpec
 
 EXPECTATION = (
-    "Bound: memory. Uniform ids, U ~ 79 k of 82 k distinct: rows are read forward and read and written backward (3 x U x"
+    "Bound: memory. Uniform ids, U ~ 79 k of 82 k distinct: rows are read forward, read and written backward (3 x U x"
     " 256 B), bags written and their gradients read (2 x B x 256 B), ids and optimizer state on top: ~103 MB at pooling"
     " 1. Against memcpy (reads plus writes counted) at most 2x, since every row also costs an id-map line, a record"
     " header and an undo copy. FBGEMM's CPU backward is a sort and scattered updates: at least 3x uniform, 2x Zipf."
@@ -39,12 +39,25 @@ class Ours:
 
     def __init__(self, work: IdWorkload, num_threads: int) -> None:
         optimizer = OptimizerSpec(kind=OptimizerKind.ROWWISE_ADAGRAD, lr=LR, eps=EPS)
-        table = TableSpec(name="t", num_embeddings=work.num_embeddings, embedding_dim=work.embedding_dim, optimizer=optimizer,
-                          init_min=-0.01, init_max=0.01)  # fmt: skip
+        table = TableSpec(
+            name="t",
+            num_embeddings=work.num_embeddings,
+            embedding_dim=work.embedding_dim,
+            optimizer=optimizer,
+            init_min=-0.01,
+            init_max=0.01,
+        )
         store = RowStore([table], num_threads=num_threads)
         store.add_block(0, 0)
-        self.plan = StepPlan(store, [table], [FeatureSpec(name="c1", table=0, collection=0)], [np.zeros(1, np.uint16)],
-                             rank=0, world_size=1, num_threads=num_threads)  # fmt: skip
+        self.plan = StepPlan(
+            store,
+            [table],
+            [FeatureSpec(name="c1", table=0, collection=0)],
+            [np.zeros(1, np.uint16)],
+            rank=0,
+            world_size=1,
+            num_threads=num_threads,
+        )
         self.lookup = self.plan.new_lookup()
         self.step_number = 1
         ids = torch.randperm(work.num_embeddings, generator=torch.Generator().manual_seed(1))
@@ -146,7 +159,7 @@ def run_case(distribution: str, pooling: int, num_threads: int, target: float | 
             value_scale=1e3,
             phases=phases,
             **facts,
-        )  # fmt: skip
+        )
     ]
     if distribution == "uniform" and num_threads == 1:
         floor = bytes_touched(work, float(facts["unique_ids_per_batch"])) / bandwidth
@@ -161,7 +174,7 @@ def run_case(distribution: str, pooling: int, num_threads: int, target: float | 
                 higher_is_better=False,
                 memcpy_gb_per_s=round(bandwidth / 1e9, 2),
                 megabytes_touched=round(floor * bandwidth / 1e6, 1),
-            )  # fmt: skip
+            )
         )
     return cases
 

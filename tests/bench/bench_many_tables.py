@@ -37,10 +37,17 @@ class Ours:
     def __init__(self, work: IdWorkload) -> None:
         optimizer = OptimizerSpec(kind=OptimizerKind.ROWWISE_ADAGRAD, lr=LR, eps=EPS)
         tables = [
-            TableSpec(name=f"t{t}", num_embeddings=work.num_embeddings, embedding_dim=work.embedding_dim, init_min=-0.01,
-                      init_max=0.01, optimizer=optimizer, seed=t)
+            TableSpec(
+                name=f"t{t}",
+                num_embeddings=work.num_embeddings,
+                embedding_dim=work.embedding_dim,
+                init_min=-0.01,
+                init_max=0.01,
+                optimizer=optimizer,
+                seed=t,
+            )
             for t in range(work.num_features)
-        ]  # fmt: skip
+        ]
         store = RowStore(tables)
         every_id = torch.arange(work.num_embeddings)
         tiny = torch.full((work.num_embeddings, work.embedding_dim), 1e-3)
@@ -81,29 +88,37 @@ def torchrec_step(work: IdWorkload) -> Callable[[torch.Tensor, torch.Tensor], No
     from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 
     if not dist.is_initialized():
-        store = tempfile.NamedTemporaryFile(prefix="torchrec-store-")
-        dist.init_process_group("gloo", init_method=f"file://{store.name}.rendezvous", rank=0, world_size=1)
+        rendezvous = f"file://{tempfile.mkdtemp(prefix='torchrec-')}/store"
+        dist.init_process_group("gloo", init_method=rendezvous, rank=0, world_size=1)
         os.environ.update(LOCAL_WORLD_SIZE="1", LOCAL_RANK="0", WORLD_SIZE="1", RANK="0")
     names = work.feature_names
     model = torch.nn.Module()
     model.ebc = torchrec.EmbeddingBagCollection(
         tables=[
-            torchrec.EmbeddingBagConfig(name=f"t{t}", embedding_dim=work.embedding_dim, num_embeddings=work.num_embeddings,
-                                        feature_names=[name])
+            torchrec.EmbeddingBagConfig(
+                name=f"t{t}", embedding_dim=work.embedding_dim, num_embeddings=work.num_embeddings, feature_names=[name]
+            )
             for t, name in enumerate(names)
         ],
         device=torch.device("meta"),
-    )  # fmt: skip
+    )
     apply_optimizer_in_backward(torchrec.optim.RowWiseAdagrad, model.ebc.parameters(), {"lr": LR, "eps": EPS})
     sharder = EmbeddingBagCollectionSharder()
     plan = construct_module_sharding_plan(
-        model.ebc, {f"t{t}": table_wise(rank=0) for t in range(len(names))}, world_size=1, local_size=1, device_type="cpu",
+        model.ebc,
+        {f"t{t}": table_wise(rank=0) for t in range(len(names))},
+        world_size=1,
+        local_size=1,
+        device_type="cpu",
         sharder=sharder,
-    )  # fmt: skip
+    )
     wrapped = DistributedModelParallel(
-        model, device=torch.device("cpu"), plan=ShardingPlan(plan={"ebc": plan}), sharders=[sharder],
+        model,
+        device=torch.device("cpu"),
+        plan=ShardingPlan(plan={"ebc": plan}),
+        sharders=[sharder],
         init_data_parallel=False,
-    )  # fmt: skip
+    )
     ebc, keys, lengths = wrapped.module.ebc, list(names), torch.from_numpy(work.lengths())
 
     def step(ids: torch.Tensor, grad: torch.Tensor) -> None:
@@ -145,11 +160,26 @@ def main() -> list[dict]:
 
     times = harness.alternate({"ours": side("ours", ours.step), "torchrec": side("torchrec", theirs)}, ROUNDS, warmup=3)
     cases = [
-        harness.case("1,000 tables x 16, batch 256", "ms", times["ours"], times["torchrec"], "TorchRec DMP table-wise", 3.0,
-                     value_scale=1e3, **work.describe()),
-        harness.case("Python in the embedding path, 1,000 tables (step of an empty batch)", "us",
-                     python_microseconds(ours, work), None, None, 200.0, higher_is_better=False),
-    ]  # fmt: skip
+        harness.case(
+            "1,000 tables x 16, batch 256",
+            "ms",
+            times["ours"],
+            times["torchrec"],
+            "TorchRec DMP table-wise",
+            3.0,
+            value_scale=1e3,
+            **work.describe(),
+        ),
+        harness.case(
+            "Python in the embedding path, 1,000 tables (step of an empty batch)",
+            "us",
+            python_microseconds(ours, work),
+            None,
+            None,
+            200.0,
+            higher_is_better=False,
+        ),
+    ]
     return harness.write("many_tables", cases, EXPECTATION)
 
 

@@ -7,6 +7,7 @@ concatenated batch.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 
 import numpy as np
 import pytest
@@ -28,8 +29,6 @@ from shoal.kernels.spec import (
     TableSpec,
     WeightDecayMode,
 )
-
-NONE_AT_ALL = np.zeros(0, dtype=np.uint8)
 
 
 @dataclasses.dataclass
@@ -269,10 +268,18 @@ class Oracle:
 
 def make_tables(kinds: list[OptimizerKind], dims: list[int], rows: list[int], blocks: int = 8) -> list[TableSpec]:
     return [
-        TableSpec(name=f"t{t}", num_embeddings=n, embedding_dim=dim, num_blocks=blocks, seed=t, init_min=-0.5, init_max=0.5,
-                  optimizer=OptimizerSpec(kind=kind, lr=0.05 * (t + 1), eps=1e-6))
+        TableSpec(
+            name=f"t{t}",
+            num_embeddings=n,
+            embedding_dim=dim,
+            num_blocks=blocks,
+            seed=t,
+            init_min=-0.5,
+            init_max=0.5,
+            optimizer=OptimizerSpec(kind=kind, lr=0.05 * (t + 1), eps=1e-6),
+        )
         for t, (kind, dim, n) in enumerate(zip(kinds, dims, rows))
-    ]  # fmt: skip
+    ]
 
 
 def spread(tables: list[TableSpec], world: int, seed: int) -> list[np.ndarray]:
@@ -381,11 +388,16 @@ def test_random_models_equal_the_oracle_and_ignore_placement(data: st.DataObject
     num_tables = data.draw(st.integers(1, 3))
     tables = [
         dataclasses.replace(
-            make_tables([data.draw(st.sampled_from(KINDS))], [data.draw(st.sampled_from([1, 3, 4, 8, 17, 64, 72]))], [data.draw(st.sampled_from([0, 1, 9, 1000]))], data.draw(st.sampled_from([1, 4, 16])))[0],
+            make_tables(
+                [data.draw(st.sampled_from(KINDS))],
+                [data.draw(st.sampled_from([1, 3, 4, 8, 17, 64, 72]))],
+                [data.draw(st.sampled_from([0, 1, 9, 1000]))],
+                data.draw(st.sampled_from([1, 4, 16])),
+            )[0],
             name=f"t{t}",
         )
         for t in range(num_tables)
-    ]  # fmt: skip
+    ]
     features = []
     for f in range(data.draw(st.integers(1, 5))):
         pooling = data.draw(st.sampled_from(list(PoolingType)))
@@ -414,12 +426,12 @@ def test_random_models_equal_the_oracle_and_ignore_placement(data: st.DataObject
             ranks.step(batches, step, quadratic_loss),
             oracle.step(batches, ranks.plans[0], step, quadratic_loss),
         )
-        for a, b in zip(sum(ours, []), sum(theirs, [])):
+        for a, b in zip(itertools.chain(*ours), itertools.chain(*theirs)):
             torch.testing.assert_close(a, b, rtol=2e-5, atol=2e-5)
 
 
 def test_one_rank_equals_the_general_path_bit_for_bit() -> None:
-    """The fused path of one rank gives what a two-rank world gives when all data is on rank 0 and all rows on rank 1."""
+    """The fused path of one rank gives what two ranks give with all data on rank 0 and all rows on rank 1."""
     tables = make_tables([OptimizerKind.ROWWISE_ADAGRAD] * 2, [64, 12], [50, 0])
     features = mixed_features(tables)
     alone = World(tables, features, [np.zeros(8, np.uint16)] * 2, 1)
@@ -473,7 +485,7 @@ def test_evaluation_reads_initial_values_and_creates_nothing() -> None:
         _, evaluated = ranks.forward(batches, training=False)
         assert sum(plan.store.num_rows() for plan in ranks.plans) == 0
         _, trained = ranks.forward(batches, training=True)
-        for a, b in zip(sum(evaluated, []), sum(trained, [])):
+        for a, b in zip(itertools.chain(*evaluated), itertools.chain(*trained)):
             assert torch.equal(a, b)
 
 

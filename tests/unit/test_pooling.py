@@ -16,10 +16,24 @@ ALONE = np.zeros(1, dtype=np.int64)
 DIMS = [1, 2, 4, 5, 8, 12, 16, 24, 32, 48, 64, 68, 100, 128, 256, 260, 512]
 
 
-def make_plan(dim: int, pooling: PoolingType, *, is_weighted: bool = False, policy: IdPolicy = IdPolicy.ERROR,
-              data_type: DataType = DataType.FP32, num_threads: int = 1) -> StepPlan:  # fmt: skip
-    table = TableSpec(name="t", num_embeddings=100, embedding_dim=dim, data_type=data_type, init_min=-1, init_max=1,
-                      optimizer=OptimizerSpec(kind=OptimizerKind.SGD, lr=1.0))  # fmt: skip
+def make_plan(
+    dim: int,
+    pooling: PoolingType,
+    *,
+    is_weighted: bool = False,
+    policy: IdPolicy = IdPolicy.ERROR,
+    data_type: DataType = DataType.FP32,
+    num_threads: int = 1,
+) -> StepPlan:
+    table = TableSpec(
+        name="t",
+        num_embeddings=100,
+        embedding_dim=dim,
+        data_type=data_type,
+        init_min=-1,
+        init_max=1,
+        optimizer=OptimizerSpec(kind=OptimizerKind.SGD, lr=1.0),
+    )
     feature = FeatureSpec(name="f", table=0, collection=0, pooling=pooling, is_weighted=is_weighted, policy=policy)
     store = RowStore([table], num_threads=num_threads)
     store.add_block(0, 0)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import numpy as np
 import pytest
 import torch
@@ -69,9 +71,15 @@ def check(plan: StepPlan, values: list[int], lengths: list[int], columns: list[i
     lookup, result = route(plan, values, lengths, columns, batch_size)
     offsets = np.array([0, *np.cumsum(lengths).tolist()])
     expected = route_reference(
-        np.array(values, dtype=np.int64), offsets, np.array(columns), batch_size,
-        plan.tables, plan.features, plan.placement, plan.world_size,
-    )  # fmt: skip
+        np.array(values, dtype=np.int64),
+        offsets,
+        np.array(columns),
+        batch_size,
+        plan.tables,
+        plan.features,
+        plan.placement,
+        plan.world_size,
+    )
     counters = lookup.counters()
     assert counters["table_unique"].tolist() == [len(ids) for ids in expected.unique]
     assert (result.num_dropped, result.num_remapped) == (expected.num_dropped, expected.num_remapped)
@@ -93,9 +101,14 @@ def test_equals_reference_on_random_batches(data: st.DataObject) -> None:
     world = data.draw(st.integers(1, 5))
     num_tables = data.draw(st.integers(1, 4))
     tables = [
-        make_table(f"t{t}", data.draw(st.sampled_from([0, 1, 7, 2**31, 2**31 + 1, 2**40])), 4 * (t + 1), data.draw(st.sampled_from([1, 2, 8])))
+        make_table(
+            f"t{t}",
+            data.draw(st.sampled_from([0, 1, 7, 2**31, 2**31 + 1, 2**40])),
+            4 * (t + 1),
+            data.draw(st.sampled_from([1, 2, 8])),
+        )
         for t in range(num_tables)
-    ]  # fmt: skip
+    ]
     features = []
     for _ in range(data.draw(st.integers(1, 6))):
         table = data.draw(st.integers(0, num_tables - 1))
@@ -201,8 +214,11 @@ def test_plan_hash_changes_with_everything_that_ranks_must_agree_on() -> None:
 def test_impossible_plans_are_refused() -> None:
     tables = [make_table(), make_table("dynamic", 0)]
     placement = spread(tables, 1)
-    for features in ([make_feature(2)], [make_feature(1, IdPolicy.HASH)],
-                     [FeatureSpec(name="s", table=0, collection=0, pooling=PoolingType.NONE, is_weighted=True)]):  # fmt: skip
+    for features in (
+        [make_feature(2)],
+        [make_feature(1, IdPolicy.HASH)],
+        [FeatureSpec(name="s", table=0, collection=0, pooling=PoolingType.NONE, is_weighted=True)],
+    ):
         with pytest.raises(ConfigError):
             make_plan(tables, features, placement, 0, 1)
     with pytest.raises(ConfigError, match="placed on rank"):
@@ -271,7 +287,5 @@ def test_hostile_section_raises_a_typed_error_and_reserves_nothing(name: str) ->
 @given(section=st.binary(max_size=80))
 def test_random_bytes_never_crash(section: bytes) -> None:
     plan = owner_plan()
-    try:
+    with contextlib.suppress(ProtocolError):
         receive(plan, section)
-    except ProtocolError:
-        pass
