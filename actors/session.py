@@ -24,12 +24,13 @@ from torch import Tensor
 
 from shoal.actors.sharded import ModelTables
 from shoal.kernels.dense_reduce import DenseReducer
-from shoal.kernels.errors import NonFiniteError, ShoalError
+from shoal.kernels.errors import DataError, NonFiniteError, ShoalError
 from shoal.kernels.exchange import Exchange, Headers, raise_for_status
 from shoal.kernels.frame import Flag, Kind, Status
 from shoal.kernels.jagged import KeyedJaggedTensor
 from shoal.kernels.plan import Lookup, StepPlan
 from shoal.kernels.rowstore import RowStore
+from shoal.kernels.vbe import expand_inverse_indices
 
 
 @dataclasses.dataclass(frozen=True)
@@ -181,6 +182,12 @@ class Session:
         Raises: the same typed error on every rank if any rank has a bad id or an error, or if ranks disagree.
         """
         self._discard_rounds()
+        try:
+            kjt = expand_inverse_indices(kjt)
+        except DataError as problem:
+            # This rank takes part without samples and its error is raised on all ranks.
+            error = error or problem
+            kjt = KeyedJaggedTensor(keys=kjt.keys(), values=kjt.values()[:0], lengths=kjt.lengths()[:0], stride=0)
         self._step, self._is_training = step, is_training
         self.clock.start()
         kind = Kind.BATCH if is_training else Kind.EVALUATE

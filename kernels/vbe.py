@@ -5,22 +5,38 @@ Pure torch. Shape letters: F keys, B samples, N values.
 
 from __future__ import annotations
 
+import weakref
+
 import torch
 
 from shoal.kernels.errors import DataError
 from shoal.kernels.jagged_ops import pick_segments
 from shoal.kernels.keyed_jagged_tensor import KeyedJaggedTensor
 
+#: Expanded batches of VBE batches that are alive, each with the versions of the tensors it was made of.
+_expanded: weakref.WeakKeyDictionary[KeyedJaggedTensor, tuple[tuple[int, int], KeyedJaggedTensor]] = (
+    weakref.WeakKeyDictionary()
+)
+
 
 def expand_inverse_indices(kjt: KeyedJaggedTensor) -> KeyedJaggedTensor:
     """The batch a VBE KeyedJaggedTensor stands for: sample b of key f gets a copy of bag ``inverse[f, b]``.
 
     Pooled outputs and gradients of the result equal those of looking up the bags once and expanding afterwards.
-    Returns ``kjt`` itself when it has a single stride. DataError where keys differ in bags and there are no inverse
+    Returns ``kjt`` itself when it has a single stride, and one object per ``kjt`` otherwise, so that a session and the
+    collections it serves speak of the same batch. DataError where keys differ in bags and there are no inverse
     indices, or where they lack a key.
     """
     if not kjt.variable_stride_per_key():
         return kjt
+    versions = (kjt.values()._version, kjt.lengths()._version)
+    found = _expanded.get(kjt)
+    if found is None or found[0] != versions:
+        found = _expanded[kjt] = (versions, _expand(kjt))
+    return found[1]
+
+
+def _expand(kjt: KeyedJaggedTensor) -> KeyedJaggedTensor:
     inverse_indices = kjt.inverse_indices_or_none()
     if inverse_indices is None:
         return _with_single_stride(kjt)
