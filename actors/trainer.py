@@ -127,7 +127,7 @@ class Trainer:
     def run(self) -> dict[str, Any]:
         """Train to the end, or to a stop that all ranks agreed on; returns a summary (the same on all ranks)."""
         stopped = False
-        last_checkpoint = -1
+        last_checkpoint = self.step if self.step else -1  # what a resumed run starts from is saved already
         while self.step < self.spec.total_steps and not stopped:
             self._on_phase(WorkerPhase.TRAINING, self.step)
             flags = self.train_step()

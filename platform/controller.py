@@ -177,7 +177,6 @@ class Controller:
             while not self._try_run(refused):
                 self._publish("resume_fallback", reason=f"passed over {', '.join(map(str, refused))}")
                 self._launcher.release()
-                self._state = ControllerState(max(1, self.plan.num_workers))
         except Exception as error:
             logger.exception("run=%s failed", self.plan.name)
             self._failure = self._failure or error
@@ -194,6 +193,7 @@ class Controller:
     def _try_run(self, refused: set[CheckpointName]) -> bool:
         """One attempt. False: the checkpoint is damaged and another is to be tried; ``refused`` has grown."""
         self._choose_checkpoint(refused)
+        self._state = ControllerState(max(1, self.plan.num_workers), self._epoch)
         self._launch()
         for rank in range(len(self._handles)):
             self._handle(WorkerReady(rank))

@@ -134,10 +134,10 @@ Instruction = FormView | AskStop | WriteManifest | Publish | EndRun
 class ControllerState:
     """State of one run with a fixed set of workers (view 0)."""
 
-    def __init__(self, world_size: int) -> None:
+    def __init__(self, world_size: int, epoch: int = 0) -> None:
         self.world_size = world_size
         self.phase = RunPhase.STARTING
-        self.epoch = 0
+        self.epoch = epoch
         self.durable_step: int | None = None
         self.summary: Any = None
         self._ready: set[int] = set()
