@@ -33,6 +33,9 @@ from shoal.kernels.rowstore import RowStore
 from shoal.kernels.vbe import expand_inverse_indices
 
 
+NO_FLAGS = Flag(0)
+
+
 @dataclasses.dataclass(frozen=True)
 class StepHead:
     """What all ranks know once the headers of a step are in."""
@@ -106,22 +109,6 @@ class PhaseClock:
         return seconds
 
 
-class _OutputPool:
-    """Output memory reused from step to step. A buffer that someone still holds is left to them and replaced."""
-
-    def __init__(self) -> None:
-        self._buffers: dict[tuple[int, int], Tensor] = {}
-
-    def take(self, key: tuple[int, int], rows: int, width: int) -> Tensor:
-        """float32 [rows, width], contents undefined; a fresh tensor object that wants a gradient may be made of it."""
-        size = rows * width
-        buffer = self._buffers.get(key)
-        storage_is_ours = buffer is not None and torch._C._storage_Use_Count(buffer.untyped_storage()._cdata) <= 2
-        if buffer is None or buffer.numel() < size or not storage_is_ours:
-            buffer = self._buffers[key] = torch.empty(max(size, 1))
-        return buffer[:size].view(rows, width).detach()
-
-
 class Session:
     """One rank's data plane.
 
@@ -147,11 +134,9 @@ class Session:
         self._dense_reducer: DenseReducer | None = None
         self._free: list[Lookup] = []
         self._rounds: list[_Round] = []
-        self._pool = _OutputPool()
         self._columns: dict[tuple[tuple[str, ...], bool, int | None], tuple[np.ndarray, frozenset[int]]] = {}
         self._step = -1
         self._is_training = False
-        self._has_sequences = any(spec.is_sequence for spec in plan.outputs)
         for index, (_, module) in enumerate(model_tables.collections):
             module.attach(lambda collection, kjt, index=index: self._lookup(index, kjt))
 
@@ -169,7 +154,7 @@ class Session:
         *,
         is_training: bool,
         loss_weight: float = 0.0,
-        flags: Flag = Flag(0),
+        flags: Flag = NO_FLAGS,
         error: BaseException | None = None,
     ) -> StepHead:
         """Open step ``step`` with this rank's sparse features: after it every collection's output is at hand.
@@ -204,7 +189,7 @@ class Session:
         for round_ in self._rounds:
             if round_.kjt is kjt and collection in round_.collections:
                 return self._outputs_of(round_, collection)
-        self._run_lookup(kjt, collection, Kind.BATCH, 0.0, Flag(0), None)
+        self._run_lookup(kjt, collection, Kind.BATCH, 0.0, NO_FLAGS, None)
         return self._outputs_of(self._rounds[-1], collection)
 
     def _outputs_of(self, round_: _Round, collection: int) -> list[Tensor]:
@@ -265,18 +250,14 @@ class Session:
         self.clock.mark("gather")
         sources = values.run()
         self.clock.mark("F")
-        self._pool_outputs(round_, sources[0], sequence)
+        self._pool_outputs(round_, sources[0])
         self.clock.mark("pool")
         return headers
 
-    def _pool_outputs(self, round_: _Round, sources: np.ndarray, sequence: int) -> None:
+    def _pool_outputs(self, round_: _Round, sources: np.ndarray) -> None:
         """Pool the received rows into tensors that autograd starts from."""
-        lookup, outputs = round_.lookup, []
-        counts = lookup.native.feature_counts() if self._has_sequences else None
-        for index, spec in enumerate(self.plan.outputs):
-            rows = round_.kjt.stride() if counts is None or not spec.is_sequence else int(counts[spec.features[0]])
-            outputs.append(self._pool.take((sequence, index), rows, spec.width))
-        lookup.pool(sources, outputs)
+        outputs = round_.lookup.new_outputs()
+        round_.lookup.pool(sources, outputs)
         weights = round_.kjt.weights_or_none()
         if self._is_training and weights is not None and weights.requires_grad and torch.is_grad_enabled():
             round_.grads = [torch.zeros_like(output) for output in outputs]
