@@ -32,7 +32,6 @@ from shoal.kernels.plan import Lookup, StepPlan
 from shoal.kernels.rowstore import RowStore
 from shoal.kernels.vbe import expand_inverse_indices
 
-
 NO_FLAGS = Flag(0)
 
 

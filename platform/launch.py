@@ -193,7 +193,7 @@ class RayLauncher:
         import ray
 
         ready = [group.ready() for group in self._groups]
-        done, waiting = ray.wait(ready, num_returns=len(ready), timeout=max(0.0, deadline - time.monotonic()))
+        _, waiting = ray.wait(ready, num_returns=len(ready), timeout=max(0.0, deadline - time.monotonic()))
         if waiting:
             have = {k: v for k, v in ray.cluster_resources().items() if not k.startswith("node:")}
             raise ClusterError(

@@ -14,8 +14,8 @@ import harness
 import parity
 
 EXPECTATION = (
-    "A Ray call costs about 1.6 ms, so none may be on the step's path: workers are polled, never call. The feed asks for "
-    "blocks once per window, in its own thread."
+    "A Ray call costs about 1.6 ms, so none may be on the step's path: workers are polled, never call. The feed asks "
+    "for blocks once per window, in its own thread."
 )
 STEPS = 200
 
