@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -123,6 +124,19 @@ class Lossy(Feeder):
         return reply[0], self.lost_refs
 
 
+def await_loss(refs: list[ray.ObjectRef]) -> None:
+    """Return once Ray knows that the owner of ``refs`` is gone: until then they can still be read."""
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        try:
+            ray.get(refs, timeout=5)
+        except ray.exceptions.ObjectLostError:
+            return
+        except ray.exceptions.GetTimeoutError:
+            continue
+    raise AssertionError("the objects outlived their owner by a minute")
+
+
 def test_blocks_lost_with_their_owner_are_rebuilt(full_cluster: None, data: tuple[Dataset, VirtualOrder]) -> None:
     dataset, order = data
     whole = local(dataset, order, 3)
@@ -131,6 +145,7 @@ def test_blocks_lost_with_their_owner_are_rebuilt(full_cluster: None, data: tupl
     refs = ray.get(owner.put.remote())
     ray.get(feeder.lose.remote(refs))
     ray.kill(owner)
+    await_loss(refs)
     feed = RayFeed(feeder, order, SCHEMA, dataset.arrow_schema, timeout_s=60)
     for step in range(3):
         assert same([feed.next_batch(step)], whole[step])

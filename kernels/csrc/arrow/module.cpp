@@ -125,6 +125,8 @@ auto bind_schema(Converter& converter, nb::handle capsule) {
 }  // namespace shoal
 
 NB_MODULE(_arrow, m) {
+  // Tables that daemon threads still hold when the interpreter ends are not worth a page of warnings.
+  nanobind::set_leak_warnings(false);
   using namespace shoal;
   m.doc() = "Arrow columns to training batches over the Arrow C data interface";
   nb::class_<Converter>(m, "Converter")
