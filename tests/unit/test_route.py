@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import subprocess
+import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -281,6 +284,17 @@ def test_hostile_section_raises_a_typed_error_and_reserves_nothing(name: str) ->
     with pytest.raises(ProtocolError, match="rank 1"):
         receive(plan, HOSTILE[name])
     assert sum(plan.store.num_rows(t) for t in range(4)) == 0
+
+
+def test_the_errors_of_another_native_module_do_not_take_over_ours() -> None:
+    # All nanobind modules of a process share their exception translators, and the youngest is asked first.
+    code = """
+import shoal.kernels._core, shoal.kernels._arrow, shoal.kernels._shm, sys
+sys.path.insert(0, sys.argv[1])
+import test_route
+test_route.test_hostile_section_raises_a_typed_error_and_reserves_nothing("cut short")
+"""
+    subprocess.run([sys.executable, "-c", code, str(Path(__file__).parent)], check=True, timeout=120)
 
 
 @settings(max_examples=200, deadline=None)

@@ -107,16 +107,9 @@ nb::object outcome_of(const shoal::BoxOutcome& outcome) {
 }
 
 void bind_boxes(nb::module_& m) {
-  static nb::handle capacity_error = nb::exception<std::runtime_error>(m, "ShmCapacityError", PyExc_RuntimeError);
-  nb::register_exception_translator(
-      [](const std::exception_ptr& p, void*) {
-        try {
-          std::rethrow_exception(p);
-        } catch (const shoal::ShmCapacityError& e) {
-          const std::string text = e.name + "|" + std::to_string(e.needed) + "|" + std::to_string(e.free);
-          PyErr_SetString(capacity_error.ptr(), text.c_str());
-        }
-      });
+  // Of its own C++ type: all nanobind modules of a process share one list of translators, so one for
+  // std::runtime_error would also rename the errors of the other modules.
+  nb::exception<shoal::ShmCapacityError>(m, "ShmCapacityError", PyExc_RuntimeError);
   nb::class_<shoal::Boxes>(m, "Boxes")
       .def(nb::init<std::string, int, int, double, double>(), nb::call_guard<nb::gil_scoped_release>())
       .def("send_buffers",

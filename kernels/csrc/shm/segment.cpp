@@ -41,13 +41,13 @@ void Segment::reset() {
 
 Segment Segment::create(const std::string& label, size_t bytes) {
   const size_t free_bytes = shm_free_bytes();
-  if (bytes > free_bytes) throw ShmCapacityError{label, bytes, free_bytes};
+  if (bytes > free_bytes) throw ShmCapacityError(label, bytes, free_bytes);
   Segment segment;
   segment.fd_ = open(kShmFolder, O_TMPFILE | O_RDWR | O_CLOEXEC, 0600);
   if (segment.fd_ < 0) throw failure("creation", label);
   flock(segment.fd_, LOCK_SH | LOCK_NB);
   const int error = posix_fallocate(segment.fd_, 0, static_cast<off_t>(bytes));
-  if (error == ENOSPC || error == ENOMEM) throw ShmCapacityError{label, bytes, shm_free_bytes()};
+  if (error == ENOSPC || error == ENOMEM) throw ShmCapacityError(label, bytes, shm_free_bytes());
   if (error != 0) {
     errno = error;
     throw failure("reservation", label);

@@ -3,6 +3,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <stdexcept>
 #include <string>
 
 namespace shoal {
@@ -44,10 +45,10 @@ class Segment {
   int fd_ = -1;
 };
 
-struct ShmCapacityError {
-  std::string name;
-  size_t needed = 0;
-  size_t free = 0;
+// what() is "name|needed|free", in bytes: the Python face writes the sentence.
+struct ShmCapacityError : std::runtime_error {
+  ShmCapacityError(const std::string& name, size_t needed, size_t free)
+      : std::runtime_error(name + "|" + std::to_string(needed) + "|" + std::to_string(free)) {}
 };
 
 // Bytes free on the file system of POSIX shared memory.
