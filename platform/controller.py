@@ -127,6 +127,8 @@ class Controller:
         self._items: list[Any] = []
         self._lock = threading.Lock()
         self._stop_reason: str | None = None
+        #: How the run ends, once that is decided; ``_over`` is set when everything of it has been released as well.
+        self._outcome: tuple[RunPhase, str] | None = None
         self._over: tuple[RunPhase, str] | None = None
         self._failure: BaseException | None = None
         self._restored = threading.Event()
@@ -143,7 +145,7 @@ class Controller:
         with self._lock:
             items = tuple(self._items[cursor:])
             phase, reason = self._over or (self._state.phase, "")
-            if self._over is None and phase.is_over:
+            if self._over is None and (self._outcome is not None or phase.is_over):
                 phase = RunPhase.STOPPING  # workers are still being released
             return RunReport(
                 phase=phase,
@@ -160,7 +162,7 @@ class Controller:
 
     def abort(self) -> None:
         """End everything now, without a checkpoint."""
-        self._over = self._over or (RunPhase.STOPPED, "aborted")
+        self._outcome = self._outcome or (RunPhase.STOPPED, "aborted")
         self._launcher.release()
 
     @property
@@ -180,15 +182,28 @@ class Controller:
         except Exception as error:
             logger.exception("run=%s failed", self.plan.name)
             self._failure = self._failure or error
-            self._over = (RunPhase.FAILED, f"{type(error).__name__}: {error}")
+            self._outcome = self._outcome or (RunPhase.FAILED, f"{type(error).__name__}: {error}")
         finally:
-            self._launcher.release()
-            self._pool.shutdown(wait=False, cancel_futures=True)
-            if self._metrics is not None:
-                self._metrics.close()
-            self._events.flush()
-        assert self._over is not None
-        return self._over[0]
+            outcome = self._outcome or (RunPhase.FAILED, "the controller was interrupted")
+            self._clean_up()
+            # Only now: whoever sees the end may end this process.
+            self._over = outcome
+        return outcome[0]
+
+    def _clean_up(self) -> None:
+        """Release everything; a step that fails does not keep the next ones from being taken."""
+        steps: list[Callable[[], Any]] = [
+            self._launcher.release,
+            lambda: self._pool.shutdown(wait=False, cancel_futures=True),
+            self._events.flush,
+        ]
+        if self._metrics is not None:
+            steps.append(self._metrics.close)
+        for step in steps:
+            try:
+                step()
+            except Exception:
+                logger.exception("run=%s cannot clean up", self.plan.name)
 
     def _try_run(self, refused: set[CheckpointName]) -> bool:
         """One attempt. False: the checkpoint is damaged and another is to be tried; ``refused`` has grown."""
@@ -197,7 +212,7 @@ class Controller:
         self._launch()
         for rank in range(len(self._handles)):
             self._handle(WorkerReady(rank))
-        while not self._state.phase.is_over and self._over is None:
+        while self._outcome is None:
             if self._stop_reason is not None:
                 self._handle(StopRequested(self._stop_reason))
             events = self._poll_workers()
@@ -210,7 +225,7 @@ class Controller:
                 return False
             for event in events:
                 self._handle(event)
-            if not self._state.phase.is_over:
+            if self._outcome is None:
                 time.sleep(self.plan.poll_interval_s)
         return True
 
@@ -273,7 +288,7 @@ class Controller:
             case Publish(kind, fields):
                 self._publish(kind, **dict(fields))
             case EndRun(phase, reason):
-                self._over = (phase, reason)
+                self._outcome = self._outcome or (phase, reason)
 
     def _form_view(self) -> None:
         world = len(self._handles)

@@ -1,0 +1,124 @@
+"""The controller over fake workers: how a run starts, ends and is released, without Ray, torch threads or data."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+
+from shoal.actors.messages import WorkerInfo, WorkerPhase, WorkerPoll, WorkerStatus
+from shoal.kernels.errors import ClusterError
+from shoal.platform.controller import Controller, RunPlan
+from shoal.platform.placement import ShardingType
+from shoal.platform.state import RunPhase
+from shoal.platform.storage import Storage
+
+pytestmark = pytest.mark.timeout(30)
+
+
+class FakeHandle:
+    """A worker that answers polls with what ``answers`` holds, the last one for ever."""
+
+    def __init__(self, worker_id: str, answers: Sequence[dict[str, Any] | Exception]) -> None:
+        self.worker_id = worker_id
+        self.answers = list(answers)
+        self.requests: list[int] = []
+        self.is_killed = False
+        self.views: list[Any] = []
+
+    def prepare(self, timeout_s: float) -> WorkerInfo:
+        return WorkerInfo(worker_id=self.worker_id, host="h", pid=1, tables=(), model_hash=7, dense_parameters=0)
+
+    def start(self, view: Any, rank: int, restore: Any, timeout_s: float) -> None:
+        self.views.append(view)
+
+    def poll(self, timeout_s: float) -> WorkerPoll:
+        answer = self.answers.pop(0) if len(self.answers) > 1 else self.answers[0]
+        if isinstance(answer, Exception):
+            raise answer
+        status = WorkerStatus(
+            worker_id=self.worker_id, rank=0, epoch=0, step=0, phase=WorkerPhase.TRAINING, since_s=0.0, pid=1, host="h"
+        )
+        return WorkerPoll(status=status, **answer)
+
+    def request(self, flags: int, timeout_s: float) -> None:
+        self.requests.append(flags)
+
+    def kill(self) -> None:
+        self.is_killed = True
+
+
+class FakeLauncher:
+    """Hands out ready-made handles and records what it was asked."""
+
+    def __init__(self, handles: Sequence[FakeHandle], on_release: Callable[[], None] = lambda: None) -> None:
+        self.handles = handles
+        self.num_released = 0
+        self._on_release = on_release
+
+    def launch(self, spec: Any, num_workers: int, start_step: int, timeout_s: float) -> Sequence[FakeHandle]:
+        return self.handles
+
+    def open_store(self) -> tuple[str, int]:
+        return "127.0.0.1", 1
+
+    def release(self) -> None:
+        self.num_released += 1
+        self._on_release()
+
+
+def make_plan(folder: Any, **changes: Any) -> RunPlan:
+    values: dict[str, Any] = {
+        "name": "run",
+        "num_workers": 1,
+        "worker": None,
+        "storage": Storage(str(folder)),
+        "steps_total": 10,
+        "sharding": lambda table: ShardingType.ROW_WISE,
+        "poll_interval_s": 0.01,
+    }
+    return RunPlan(**{**values, **changes})
+
+
+RUNNING: dict[str, Any] = {}
+FINISHED: dict[str, Any] = {"summary": {"step": 10, "stopped": False}}
+
+
+def test_run_is_over_only_after_it_has_been_released(tmp_path):
+    phases: list[RunPhase] = []
+    launcher = FakeLauncher(
+        [FakeHandle("0", [RUNNING, FINISHED])], on_release=lambda: phases.append(controller.report(0).phase)
+    )
+    controller = Controller(make_plan(tmp_path), launcher)
+    assert controller.run() is RunPhase.FINISHED
+    assert phases == [RunPhase.STOPPING] and controller.report(0).phase is RunPhase.FINISHED
+
+
+def test_cleanup_that_fails_does_not_hide_the_end(tmp_path):
+    def fail() -> None:
+        raise ClusterError("gone")
+
+    controller = Controller(make_plan(tmp_path), FakeLauncher([FakeHandle("0", [FINISHED])], on_release=fail))
+    assert controller.run() is RunPhase.FINISHED and controller.report(0).phase is RunPhase.FINISHED
+
+
+def test_dead_worker_ends_the_run_with_its_name(tmp_path):
+    handles = [FakeHandle("0", [RUNNING]), FakeHandle("1", [ClusterError("it died")])]
+    controller = Controller(make_plan(tmp_path, num_workers=2), FakeLauncher(handles))
+    assert controller.run() is RunPhase.FAILED
+    assert "worker 1" in controller.report(0).reason and isinstance(controller.failure, ClusterError)
+
+
+def test_abort_ends_as_stopped_whatever_the_killed_workers_say(tmp_path):
+    handle = FakeHandle("0", [RUNNING])
+    launcher = FakeLauncher([handle], on_release=lambda: handle.answers.__setitem__(0, ClusterError("killed")))
+    controller = Controller(make_plan(tmp_path), launcher)
+    thread = threading.Thread(target=controller.run)
+    thread.start()
+    while not handle.views:
+        thread.join(0.01)
+    controller.abort()
+    thread.join(10.0)
+    assert controller.report(0).phase is RunPhase.STOPPED and controller.report(0).reason == "aborted"
