@@ -22,6 +22,12 @@ from shoal.kernels.jagged_ops import bags_string, check_integer, offsets_from_le
 class JaggedTensorMeta(abc.ABCMeta, torch.fx._symbolic_trace.ProxyableClassMeta):
     """Lets torch.fx record the construction of a jagged class from proxies as one node."""
 
+    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+        # torch's own __call__ logs a warning in every process that constructs one outside of a trace (torch 2.13).
+        if torch.fx._symbolic_trace.is_fx_symbolic_tracing():
+            return super().__call__(*args, **kwargs)
+        return type.__call__(cls, *args, **kwargs)
+
 
 @torch.fx.wrap
 def _present_mask(values: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
