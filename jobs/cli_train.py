@@ -11,6 +11,9 @@ if TYPE_CHECKING:
     from shoal.jobs.train import Result
     from shoal.platform.config import JobConfig
 
+#: Of a run that Ctrl-C or SIGTERM ended in good order: a shell or a scheduler must not take it for a finished one.
+EXIT_STOPPED = 130
+
 HELP = "train the model of a job file"
 
 
@@ -33,7 +36,7 @@ def summary_line(name: str, result: Result) -> str:
 
 
 def run_job(config: JobConfig, *, as_json: bool = False) -> int:
-    """Check, train, and say what came out and what to do next."""
+    """Check, train, and say what came out and what to do next. Returns the exit code: 130 when it was stopped."""
     from shoal.platform.preflight import check_job
 
     check_job(config)
@@ -43,7 +46,7 @@ def run_job(config: JobConfig, *, as_json: bool = False) -> int:
     result = ElasticTrainer.from_config(config).fit()
     if as_json:
         print_json({"run_dir": result.path, "checkpoint": result.checkpoint, "metrics": dict(result.metrics)})
-        return 0
+        return EXIT_STOPPED if result.is_stopped else 0
     print(summary_line(config.run.name, result))
     has_test_data = bool(config.data.test or config.data.eval)
     has_checkpoint = result.checkpoint is not None
@@ -51,4 +54,4 @@ def run_job(config: JobConfig, *, as_json: bool = False) -> int:
         result.path, has_test_data=has_test_data, has_checkpoint=has_checkpoint, train=config.train
     )
     print(format_next_steps(commands))
-    return 0
+    return EXIT_STOPPED if result.is_stopped else 0

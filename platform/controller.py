@@ -288,6 +288,8 @@ class Controller:
             case Publish(kind, fields):
                 self._publish(kind, **dict(fields))
             case EndRun(phase, reason):
+                if phase is RunPhase.FAILED and self._failure is None:  # all workers finished: a checkpoint is missing
+                    self._failure = CheckpointError(reason)
                 self._outcome = self._outcome or (phase, reason)
 
     def _form_view(self) -> None:

@@ -8,13 +8,15 @@ instructions and turns their completion into events. Invariants, asserted by num
 3. EndRun is issued exactly once, and nothing is issued after it.
 4. A failure of any worker ends the run with the first failure as its reason (recovery is a later capability).
 5. The run ends as finished only after every worker has finished and no manifest is outstanding.
+6. A run whose workers have finished, but whose last checkpoint was not written, ends as failed and names the step.
+7. A stop that is overdue ends the run as stopped, whatever the workers do.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import enum
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from shoal.actors.messages import SnapshotPart
@@ -83,7 +85,14 @@ class StopRequested:
     reason: str
 
 
-Event = WorkerReady | WorkerFinished | WorkerFailed | PartWritten | ManifestWritten | StopRequested
+@dataclasses.dataclass(frozen=True)
+class StopOverdue:
+    """The workers have not ended in the time that an orderly end may take."""
+
+    limit_s: float
+
+
+Event = WorkerReady | WorkerFinished | WorkerFailed | PartWritten | ManifestWritten | StopRequested | StopOverdue
 
 
 # ---- instructions -------------------------------------------------------------------------------------------------
@@ -145,6 +154,8 @@ class ControllerState:
         self._parts: dict[int, dict[int, SnapshotPart]] = {}
         self._writing: set[int] = set()
         self._stop_reason: str | None = None
+        #: Step -> why the newest attempt at a checkpoint of it failed.
+        self._not_written: dict[int, str] = {}
 
     def handle(self, event: Event) -> Sequence[Instruction]:
         """Advance by one event. Events after the end are ignored (invariant 3)."""
@@ -163,6 +174,11 @@ class ControllerState:
                 return self._manifest_written(event)
             case StopRequested():
                 return self._stop_requested(event)
+            case StopOverdue():
+                if self._stop_reason is None:
+                    return ()
+                reason = f"{self._stop_reason}; workers did not end within {event.limit_s:g} s"
+                return self._end(RunPhase.STOPPED, reason)
         raise AssertionError(f"unknown event {event!r}")
 
     def _worker_ready(self, event: WorkerReady) -> Sequence[Instruction]:
@@ -185,6 +201,7 @@ class ControllerState:
         parts = self._parts.setdefault(part.step, {})
         parts[part.rank] = part
         if part.error is not None:
+            self._not_written[part.step] = f"rank {part.rank}: {part.error}"
             fields = (("step", part.step), ("rank", part.rank), ("error", part.error))
             return (Publish("checkpoint_failed", fields), *self._maybe_finish())
         complete = len(parts) == self.world_size and not any(p.error for p in parts.values())
@@ -198,9 +215,11 @@ class ControllerState:
         self._writing.discard(event.step)
         self._parts.pop(event.step, None)
         if event.error is not None:
+            self._not_written[event.step] = event.error
             publish = Publish("checkpoint_failed", (("step", event.step), ("error", event.error)))
         else:
             self.durable_step = max(event.step, self.durable_step or 0)
+            self._not_written.pop(event.step, None)
             publish = Publish("checkpoint", (("step", event.step),))
         return (publish, *self._maybe_finish())
 
@@ -215,6 +234,10 @@ class ControllerState:
         waiting = any(not any(p.error for p in parts.values()) for parts in self._parts.values())
         if len(self._finished) < self.world_size or self._writing or waiting:
             return ()
+        last_step = self.summary.get("step") if isinstance(self.summary, Mapping) else None
+        if last_step in self._not_written:
+            reason = f"the last checkpoint, of step {last_step}, was not written: {self._not_written[last_step]}"
+            return self._end(RunPhase.FAILED, reason)
         if self._stop_reason is not None:
             return self._end(RunPhase.STOPPED, self._stop_reason)
         return self._end(RunPhase.FINISHED, "all steps done")

@@ -200,6 +200,7 @@ class FakeTrainer:
     """Stands for ElasticTrainer: remembers the job and returns a result."""
 
     seen: ClassVar[list] = []
+    is_stopped: ClassVar[bool] = False
 
     @classmethod
     def from_config(cls, config):
@@ -209,7 +210,9 @@ class FakeTrainer:
     def fit(self):
         metrics = {"loss": 0.5, "auc": 0.75, "phase_ms/route": 1.0}
         checkpoint = "runs/job/checkpoints/x"
-        return types.SimpleNamespace(path="runs/job", checkpoint=checkpoint, metrics=metrics, steps=7, is_stopped=False)
+        return types.SimpleNamespace(
+            path="runs/job", checkpoint=checkpoint, metrics=metrics, steps=7, is_stopped=self.is_stopped
+        )
 
 
 @pytest.fixture
@@ -240,6 +243,12 @@ def test_train_passes_overrides_and_address_and_prints_what_is_next(trainer, job
 def test_train_prints_json_for_machines(trainer, job, capsys):
     assert run("train", job, "--json") == 0
     assert json.loads(capsys.readouterr().out)["metrics"]["auc"] == 0.75
+
+
+def test_run_that_was_stopped_exits_with_130(trainer, job, monkeypatch, capsys):
+    monkeypatch.setattr(trainer, "is_stopped", True)
+    assert run("train", job) == 130 and "run job stopped" in capsys.readouterr().out
+    assert run("train", job, "--json") == 130
 
 
 def test_resume_reads_the_runs_own_config_and_must_find_a_checkpoint(trainer, tmp_path, capsys):

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from shoal.actors.messages import WorkerInfo, WorkerPhase, WorkerPoll, WorkerStatus
-from shoal.kernels.errors import ClusterError
+from shoal.actors.messages import SnapshotPart, WorkerInfo, WorkerPhase, WorkerPoll, WorkerStatus
+from shoal.kernels.errors import CheckpointError, ClusterError
 from shoal.platform.controller import Controller, RunPlan
 from shoal.platform.placement import ShardingType
 from shoal.platform.state import RunPhase
@@ -122,3 +122,12 @@ def test_abort_ends_as_stopped_whatever_the_killed_workers_say(tmp_path):
     controller.abort()
     thread.join(10.0)
     assert controller.report(0).phase is RunPhase.STOPPED and controller.report(0).reason == "aborted"
+
+
+def test_last_checkpoint_that_was_not_written_fails_the_run(tmp_path):
+    part = SnapshotPart(epoch=0, step=10, rank=0, files=(), error="StorageFullError: disk full")
+    controller = Controller(
+        make_plan(tmp_path), FakeLauncher([FakeHandle("0", [RUNNING, {"parts": (part,), **FINISHED}])])
+    )
+    assert controller.run() is RunPhase.FAILED
+    assert isinstance(controller.failure, CheckpointError) and "of step 10" in str(controller.failure)

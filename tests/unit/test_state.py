@@ -14,6 +14,7 @@ from shoal.platform.state import (
     ManifestWritten,
     PartWritten,
     RunPhase,
+    StopOverdue,
     StopRequested,
     WorkerFailed,
     WorkerFinished,
@@ -65,13 +66,47 @@ def test_stop_is_asked_of_one_rank_and_ends_as_stopped():
     assert EndRun(RunPhase.STOPPED, "SIGTERM") in state.handle(WorkerFinished(0))
 
 
+def test_failed_last_checkpoint_fails_the_run_and_names_the_step():
+    for events in (
+        [_part(10, 0), _part(10, 1, "disk full")],
+        [_part(10, 0), _part(10, 1), ManifestWritten(10, "disk full")],
+    ):
+        state = ControllerState(2)
+        [state.handle(WorkerReady(r)) for r in range(2)]
+        state.handle(_part(5, 0, "an earlier one"))
+        state.handle(StopRequested("SIGINT"))
+        [state.handle(event) for event in events]
+        state.handle(WorkerFinished(1))
+        (end,) = [i for i in state.handle(WorkerFinished(0, {"step": 10})) if isinstance(i, EndRun)]
+        assert end.phase is RunPhase.FAILED  # invariant 6
+        assert "of step 10, was not written" in end.reason and "disk full" in end.reason
+
+
+def test_failed_earlier_checkpoint_does_not_fail_the_run():
+    state = ControllerState(1)
+    state.handle(WorkerReady(0))
+    [state.handle(event) for event in (_part(5, 0, "disk full"), _part(10, 0), ManifestWritten(10))]
+    assert EndRun(RunPhase.FINISHED, "all steps done") in state.handle(WorkerFinished(0, {"step": 10}))
+
+
+def test_overdue_stop_ends_the_run_though_a_worker_goes_on():
+    state = ControllerState(2)
+    [state.handle(WorkerReady(r)) for r in range(2)]
+    assert not state.handle(StopOverdue(9.0))  # nobody asked for it
+    state.handle(StopRequested("SIGTERM"))
+    state.handle(WorkerFinished(0, {"step": 3}))
+    (end,) = [i for i in state.handle(StopOverdue(9.0)) if isinstance(i, EndRun)]
+    assert end.phase is RunPhase.STOPPED and "did not end within 9 s" in end.reason  # invariant 7
+
+
 EVENTS = st.one_of(
     st.builds(WorkerReady, st.integers(0, 2)),
-    st.builds(WorkerFinished, st.integers(0, 2)),
+    st.builds(WorkerFinished, st.integers(0, 2), st.sampled_from([None, {"step": 2}])),
     st.builds(WorkerFailed, st.integers(0, 2), st.just("boom")),
     st.builds(_part, st.integers(1, 2), st.integers(0, 2), st.sampled_from([None, None, "x"])),
     st.builds(ManifestWritten, st.integers(1, 2), st.sampled_from([None, "full"])),
     st.builds(StopRequested, st.just("ctrl-c")),
+    st.builds(StopOverdue, st.just(1.0)),
 )
 
 
