@@ -12,7 +12,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from typing import Any, Protocol
 
 from shoal.actors.messages import Member, Progress, View, WorkerInfo, WorkerPoll
@@ -35,6 +35,7 @@ from shoal.platform.state import (
     PartWritten,
     Publish,
     RunPhase,
+    StopOverdue,
     StopRequested,
     WorkerFailed,
     WorkerFinished,
@@ -63,8 +64,11 @@ class WorkerLauncher(Protocol):
     """Where workers come from."""
 
     def launch(
-        self, spec: WorkerSpec, num_workers: int, start_step: int, timeout_s: float
-    ) -> Sequence[WorkerHandle]: ...
+        self, spec: WorkerSpec, num_workers: int, start_step: int, timeout_s: float, should_stop: Callable[[], bool]
+    ) -> Sequence[WorkerHandle]:
+        """Start the workers; none, soon after ``should_stop`` has become true. Raises ClusterError at the deadline."""
+        ...
+
     def open_store(self) -> tuple[str, int]:
         """Host a TCPStore; returns its address. The previous one, if any, is closed."""
         ...
@@ -92,7 +96,9 @@ class RunPlan:
     data_fingerprint: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     check_fingerprint: Callable[[Mapping[str, Any]], None] = lambda stored: None
     start_timeout_s: float = 180.0
+    #: A stop is given this long, and a checkpoint's time, before the workers are ended as they are.
     stop_timeout_s: float = 30.0
+    checkpoint_timeout_s: float = 3600.0
     poll_interval_s: float = 0.25
     #: A worker that does not answer a poll for this long has failed.
     poll_timeout_s: float = 30.0
@@ -127,6 +133,7 @@ class Controller:
         self._items: list[Any] = []
         self._lock = threading.Lock()
         self._stop_reason: str | None = None
+        self._stop_asked = 0.0  # monotonic
         #: How the run ends, once that is decided; ``_over`` is set when everything of it has been released as well.
         self._outcome: tuple[RunPhase, str] | None = None
         self._over: tuple[RunPhase, str] | None = None
@@ -158,7 +165,8 @@ class Controller:
 
     def stop(self, reason: str) -> None:
         """Ask for an orderly end: the step in progress is finished and a checkpoint written."""
-        self._stop_reason = self._stop_reason or reason
+        if self._stop_reason is None:
+            self._stop_asked, self._stop_reason = time.monotonic(), reason
 
     def abort(self) -> None:
         """End everything now, without a checkpoint."""
@@ -210,11 +218,14 @@ class Controller:
         self._choose_checkpoint(refused)
         self._state = ControllerState(max(1, self.plan.num_workers), self._epoch)
         self._launch()
+        if self._stop_reason is not None:
+            self._handle(StopRequested(self._stop_reason))
         for rank in range(len(self._handles)):
             self._handle(WorkerReady(rank))
         while self._outcome is None:
             if self._stop_reason is not None:
                 self._handle(StopRequested(self._stop_reason))
+                self._enforce_stop()
             events = self._poll_workers()
             failed = next((event for event in events if isinstance(event, WorkerFailed)), None)
             damaged = isinstance(self._failure, CheckpointError) and self._step == self._first_step
@@ -228,6 +239,15 @@ class Controller:
             if self._outcome is None:
                 time.sleep(self.plan.poll_interval_s)
         return True
+
+    def _enforce_stop(self) -> None:
+        """An orderly end takes a step and a checkpoint; beyond that the workers are ended as they are."""
+        limit_s = self.plan.stop_timeout_s + self.plan.checkpoint_timeout_s
+        if time.monotonic() - self._stop_asked > limit_s:
+            self._handle(StopOverdue(limit_s))
+
+    def _should_stop(self) -> bool:
+        return self._stop_reason is not None or self._outcome is not None
 
     @property
     def _first_step(self) -> int:
@@ -248,14 +268,20 @@ class Controller:
             raise CheckpointError(newer[-1].reason)
 
     def _launch(self) -> None:
+        """Workers started, their models built and compared, tables placed; or less, once a stop is asked."""
         plan = self.plan
         started = time.monotonic()
         self._publish("launch", workers=max(1, plan.num_workers))
         self._handles = self._launcher.launch(
-            plan.worker, max(1, plan.num_workers), self._first_step, plan.start_timeout_s
+            plan.worker, max(1, plan.num_workers), self._first_step, plan.start_timeout_s, self._should_stop
         )
         remaining = max(1.0, plan.start_timeout_s - (time.monotonic() - started))
-        self._infos = list(self._pool.map(lambda handle: handle.prepare(remaining), self._handles))
+        preparing = [self._pool.submit(handle.prepare, remaining) for handle in self._handles]
+        while not self._should_stop() and wait(preparing, timeout=0.5).not_done:
+            continue
+        if self._should_stop():
+            return
+        self._infos = [future.result() for future in preparing]
         first = self._infos[0]
         for info in self._infos[1:]:
             if info.model_hash != first.model_hash:

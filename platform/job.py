@@ -235,5 +235,6 @@ def make_plan(
         check_fingerprint=train.order.check_fingerprint,
         start_timeout_s=timeouts.start_timeout_s,
         stop_timeout_s=timeouts.stop_timeout_s,
+        checkpoint_timeout_s=timeouts.checkpoint_timeout_s,
         versions=package_versions(),
     )

@@ -83,7 +83,7 @@ class LocalLauncher:
         self._handles: list[LocalHandle] = []
 
     def launch(
-        self, spec: WorkerSpec, num_workers: int, start_step: int, timeout_s: float
+        self, spec: WorkerSpec, num_workers: int, start_step: int, timeout_s: float, should_stop: Callable[[], bool]
     ) -> Sequence[WorkerHandle]:
         assert num_workers == 1
         self._handles = [LocalHandle("local", spec)]
@@ -127,7 +127,7 @@ class RayHandle:
         except ray.exceptions.GetTimeoutError:
             raise ClusterError(f"worker {self.worker_id} did not answer {what} within {timeout_s:g} s") from None
         except ray.exceptions.RayActorError as error:
-            raise ClusterError(f"worker {self.worker_id} died: {str(error).strip().splitlines()[0]}") from error
+            raise ClusterError(f"worker {self.worker_id} died: {_told(error)}") from error
         except ray.exceptions.RayTaskError as error:
             raise error.as_instanceof_cause() from error
 
@@ -161,7 +161,7 @@ class RayLauncher:
         self._store: Any = None
 
     def launch(
-        self, spec: WorkerSpec, num_workers: int, start_step: int, timeout_s: float
+        self, spec: WorkerSpec, num_workers: int, start_step: int, timeout_s: float, should_stop: Callable[[], bool]
     ) -> Sequence[WorkerHandle]:
         from shoal.actors.runtime import Packed, WorkerActor, actor_name, create_actor, reserve
 
@@ -171,7 +171,8 @@ class RayLauncher:
         token = uuid.uuid4().hex[:8]
         names = [actor_name(self._run, f"worker-{index}-{token}") for index in range(num_workers)]
         self._groups = [reserve(name, cluster.bundle) for name in names]
-        self._wait_for_groups(deadline, timeout_s)
+        if not self._wait_for_groups(deadline, timeout_s, should_stop):
+            return ()
         packed = Packed(spec)
         for index, (name, group) in enumerate(zip(names, self._groups)):
             actor = create_actor(
@@ -179,7 +180,8 @@ class RayLauncher:
                 name,
                 str(index),
                 packed,
-                cluster.orphan_s,
+                # Until its first poll a worker waits for the slowest one to build its model.
+                max(cluster.orphan_s, timeout_s + 30.0),
                 num_cpus=cluster.bundle.get("CPU", 0),
                 num_gpus=cluster.bundle.get("GPU", 0),
                 group=group,
@@ -188,12 +190,20 @@ class RayLauncher:
             self._handles.append(RayHandle(str(index), actor))
         return self._handles
 
-    def _wait_for_groups(self, deadline: float, timeout_s: float) -> None:
-        """Every placement group placed, or ClusterError saying what was asked and what the cluster has."""
+    def _wait_for_groups(self, deadline: float, timeout_s: float, should_stop: Callable[[], bool]) -> bool:
+        """True: every placement group is placed. False: ``should_stop`` said so first.
+
+        Raises ClusterError at the deadline, saying what was asked and what the cluster has.
+        """
         import ray
 
         ready = [group.ready() for group in self._groups]
-        _, waiting = ray.wait(ready, num_returns=len(ready), timeout=max(0.0, deadline - time.monotonic()))
+        waiting = ready
+        while waiting and time.monotonic() < deadline:
+            if should_stop():
+                return False
+            slice_s = min(1.0, max(0.0, deadline - time.monotonic()))
+            _, waiting = ray.wait(ready, num_returns=len(ready), timeout=slice_s)
         if waiting:
             have = {k: v for k, v in ray.cluster_resources().items() if not k.startswith("node:")}
             raise ClusterError(
@@ -201,6 +211,7 @@ class RayLauncher:
                 f"(run.timeouts.start_timeout_s): each needs {dict(self._cluster.bundle)}, the cluster has {have}, "
                 f"free: {ray.available_resources()}. Add nodes or ask for fewer workers"
             )
+        return True
 
     def open_store(self) -> tuple[str, int]:
         import ray
@@ -271,7 +282,7 @@ class _RayController:
             report, self.failure = ray.get(self.actor.report.remote(cursor), timeout=60.0)
             return report
         except ray.exceptions.RayActorError as error:
-            raise ClusterError(f"the controller died: {str(error).strip().splitlines()[0]}") from error
+            raise ClusterError(f"the controller died: {_told(error)}") from error
         except ray.exceptions.GetTimeoutError:
             raise ClusterError("the controller did not answer within 60 s") from None
 
@@ -352,6 +363,14 @@ def _stop_signals() -> Iterator[list[str]]:
 def _raise_failure(report: RunReport, failure: BaseException | None) -> None:
     if report.phase is RunPhase.FAILED:
         raise failure if failure is not None else ClusterError(report.reason)
+
+
+def _told(error: BaseException) -> str:
+    """First and last line of an error: of a traceback in between, the last one is the cause."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    if not lines:
+        return type(error).__name__
+    return lines[0] if len(lines) == 1 else f"{lines[0]} ... {lines[-1]}"
 
 
 def _quietly(action: Callable[[], Any]) -> None:

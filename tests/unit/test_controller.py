@@ -58,7 +58,9 @@ class FakeLauncher:
         self.num_released = 0
         self._on_release = on_release
 
-    def launch(self, spec: Any, num_workers: int, start_step: int, timeout_s: float) -> Sequence[FakeHandle]:
+    def launch(
+        self, spec: Any, num_workers: int, start_step: int, timeout_s: float, should_stop: Callable[[], bool]
+    ) -> Sequence[FakeHandle]:
         return self.handles
 
     def open_store(self) -> tuple[str, int]:
@@ -131,3 +133,73 @@ def test_last_checkpoint_that_was_not_written_fails_the_run(tmp_path):
     )
     assert controller.run() is RunPhase.FAILED
     assert isinstance(controller.failure, CheckpointError) and "of step 10" in str(controller.failure)
+
+
+class WaitingLauncher(FakeLauncher):
+    """The cluster has no room: waits until it is told to stop."""
+
+    def launch(
+        self, spec: Any, num_workers: int, start_step: int, timeout_s: float, should_stop: Callable[[], bool]
+    ) -> Sequence[FakeHandle]:
+        self.is_waiting.set()
+        while not should_stop():
+            self.is_waiting.wait(0.01)
+        return ()
+
+    is_waiting = threading.Event()
+
+
+@pytest.mark.parametrize(("act", "reason"), [(lambda c: c.stop("SIGINT"), "SIGINT"), (Controller.abort, "aborted")])
+def test_stop_during_launch_is_heard(tmp_path, act, reason):
+    launcher = WaitingLauncher([])
+    controller = Controller(make_plan(tmp_path), launcher)
+    thread = threading.Thread(target=controller.run)
+    thread.start()
+    assert launcher.is_waiting.wait(10.0)
+    act(controller)
+    thread.join(10.0)
+    report = controller.report(0)
+    assert (report.phase, report.reason) == (RunPhase.STOPPED, reason) and launcher.num_released > 0
+
+
+def test_stop_while_a_model_is_built_is_heard(tmp_path):
+    begun, release = threading.Event(), threading.Event()
+
+    class SlowHandle(FakeHandle):
+        def prepare(self, timeout_s: float) -> WorkerInfo:
+            begun.set()
+            release.wait(20.0)
+            return super().prepare(timeout_s)
+
+    handle = SlowHandle("0", [RUNNING])
+    controller = Controller(make_plan(tmp_path), FakeLauncher([handle]))
+    thread = threading.Thread(target=controller.run)
+    thread.start()
+    assert begun.wait(10.0)
+    controller.stop("SIGTERM")
+    thread.join(10.0)
+    release.set()
+    assert controller.report(0).phase is RunPhase.STOPPED and not handle.views
+
+
+def test_workers_that_do_not_stop_are_ended_after_the_time_allowed(tmp_path):
+    handle = FakeHandle("0", [RUNNING])
+    controller = Controller(make_plan(tmp_path, stop_timeout_s=0.05, checkpoint_timeout_s=0.05), FakeLauncher([handle]))
+    thread = threading.Thread(target=controller.run)
+    thread.start()
+    while not handle.views:
+        thread.join(0.01)
+    controller.stop("SIGINT")
+    thread.join(10.0)
+    report = controller.report(0)
+    assert report.phase is RunPhase.STOPPED and "workers did not end within 0.1 s" in report.reason
+    assert handle.requests, "they were asked first"
+
+
+def test_error_of_an_actor_is_told_by_its_first_and_last_line():
+    from shoal.platform.launch import _told
+
+    text = "The actor died in its creation task\n  Traceback:\n    File x\nModuleNotFoundError: No module named 'm'\n\n"
+    told = _told(RuntimeError(text))
+    assert told == "The actor died in its creation task ... ModuleNotFoundError: No module named 'm'"
+    assert _told(RuntimeError("one")) == "one" and _told(RuntimeError("")) == "RuntimeError"
