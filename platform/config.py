@@ -99,7 +99,8 @@ class DataConfig(Config):
     label: str = "label"
     """Column with the label."""
     label_kind: Literal["binary", "regression"] = "binary"
-    """``binary``: labels are exactly 0 or 1; ``regression``: any finite number."""
+    """``binary``: labels are exactly 0 or 1; ``regression``: any finite number; the loss is then the only metric, for
+    the others are defined for binary labels."""
     weight: str | None = None
     """Column with a non-negative sample weight; null: every sample weighs 1."""
     dense: tuple[str, ...] = ()
@@ -164,16 +165,17 @@ class ScalingConfig(Config):
     """Worker processes. 0: train in the calling process, without Ray, with the same numbers. A ``[min, max]`` pair is
     reserved for elastic runs and accepted only when both are equal."""
     use_gpu: bool = False
-    """Whether each worker needs a GPU; rows then live in device memory."""
+    """Whether a GPU is reserved for each worker. Only the exchange between workers uses it, with transport nccl: the
+    model, its rows and the optimizers stay on the CPU."""
     resources_per_worker: dict[str, float] = dataclasses.field(default_factory=dict)
-    """Resources of one worker as Ray names them: ``CPU`` (default 1), ``GPU`` (default 1 with use_gpu), custom ones.
-    Memory has its own field."""
+    """Resources of one worker as Ray names them: ``CPU`` (default 1, more than 0), ``GPU`` (default 1 with use_gpu),
+    custom ones. Memory has its own field."""
     memory_per_worker: ByteSize | None = bounded(None, low=0)  # noqa: RUF009
     """Heap memory of one worker, in bytes or as ``8GiB``: reserved with Ray and used by ``shoal plan``; null: the
     planner divides the host's memory."""
     transport: Literal["auto", "shm", "gloo", "nccl"] = "auto"
-    """How ranks exchange rows: ``auto``: shared memory among the ranks of a host, Gloo between hosts, NCCL with GPUs;
-    or one of them everywhere."""
+    """How ranks exchange rows: ``auto``: shared memory among the ranks of a host, Gloo between hosts; ``shm`` or
+    ``gloo``: that one everywhere; ``nccl``: rows over NCCL, from CPU memory through the GPU, all else as auto."""
     address: str | None = None
     """Address of the Ray cluster. null: the job's own cluster inside ``ray job submit``, else a local one that is
     started for this run."""
@@ -208,6 +210,8 @@ class ScalingConfig(Config):
         for name, amount in self.resources_per_worker.items():
             if not amount >= 0:
                 yield Problem(f"resources_per_worker.{name}", f"is {amount}; it must be >= 0")
+        if self.resources_per_worker.get("CPU") == 0:
+            yield Problem("resources_per_worker.CPU", "is 0; a worker needs a CPU: give it 1 or more, or leave it out")
         if "memory" in self.resources_per_worker:
             yield Problem("resources_per_worker.memory", "has its own field: set memory_per_worker")
         if self.use_gpu and self.gpus_per_worker <= 0:
@@ -247,7 +251,7 @@ class TimeoutConfig(Config):
     checkpoint_timeout_s: float = bounded(3600.0, above=0)
     """Writing one checkpoint."""
     stop_timeout_s: float = bounded(30.0, above=0, high=3600)
-    """Workers ending by themselves before they are killed."""
+    """The end of a run, or its orderly stop after an interrupt, before the processes that remain are killed."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -309,7 +313,7 @@ class JobConfig(Config):
 
     @property
     def num_threads(self) -> int:
-        """Threads of one worker: train.num_threads, or one per CPU of the worker."""
+        """Threads of one worker: train.num_threads, or one per CPU in scaling.resources_per_worker (1 by default)."""
         return self.train.num_threads or max(1, int(self.scaling.cpus_per_worker))
 
     def table_spec(

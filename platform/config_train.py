@@ -10,12 +10,7 @@ from typing import Literal
 
 from shoal.kernels.spec import DataType, OptimizerKind, OptimizerSpec, TableSpec, WeightDecayMode
 from shoal.platform.config_fields import Config, Problem, bounded
-
-#: Row blocks of a large or dynamic table that is sharded row-wise, unless configured.
-DEFAULT_NUM_BLOCKS = 64
-
-#: A table of fixed size gets no more blocks than keep this many ids in each, so that small tables cost little.
-MIN_IDS_PER_BLOCK = 256
+from shoal.platform.placement import default_num_blocks
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -99,9 +94,9 @@ class DenseOptimizerConfig(Config):
     lr: float | None = bounded(None, low=0)
     """Learning rate; null: train.lr."""
     eps: float | None = bounded(None, low=0)
-    """Added to the denominator; null: torch's default for the kind."""
-    betas: tuple[float, float] = bounded((0.9, 0.999), low=0, below=1)
-    """Decay rates of adam and adamw."""
+    """Added to the denominator; null: torch's default for the kind. sgd has none."""
+    betas: tuple[float, float] | None = bounded(None, low=0, below=1)
+    """Decay rates of adam and adamw; null: [0.9, 0.999]."""
     momentum: float = bounded(0.0, low=0, below=1)
     """Momentum of sgd."""
     weight_decay: float = bounded(0.0, low=0)
@@ -112,6 +107,10 @@ class DenseOptimizerConfig(Config):
     def rules(self) -> Iterator[Problem]:
         if self.momentum and self.kind != "sgd":
             yield Problem("momentum", f"is {self.momentum}, which only sgd has; kind is {self.kind}")
+        if self.eps is not None and self.kind == "sgd":
+            yield Problem("eps", f"is {self.eps}, which sgd does not have; leave it out or choose another kind")
+        if self.betas is not None and self.kind not in ("adam", "adamw"):
+            yield Problem("betas", f"is {list(self.betas)}, which only adam and adamw have; kind is {self.kind}")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -179,7 +178,7 @@ class TableConfig(Config):
             init_min=_first(self.init_min, init_min, -bound),
             init_max=_first(self.init_max, init_max, bound),
             seed=seed,
-            num_blocks=self.num_blocks or _default_num_blocks(num_embeddings, self.is_table_wise),
+            num_blocks=self.num_blocks or (1 if self.is_table_wise else default_num_blocks(num_embeddings)),
         )
 
 
@@ -222,7 +221,8 @@ class TrainConfig(Config):
     max_skipped_steps: int = bounded(0, low=0)
     """Steps with a NaN or infinite loss or gradient that are skipped, on all ranks, before the run stops."""
     num_threads: int | None = bounded(None, low=1, high=1024)
-    """Threads of each worker; null: one per CPU of the worker. Fixed for the run's life."""
+    """Threads of each worker; null: one per CPU in scaling.resources_per_worker, so 1 by default, also with
+    num_workers 0. Rows do not depend on it; the dense part may in its last bits, as torch divides its work."""
 
 
 ConfigT = typing.TypeVar("ConfigT", bound=Config)
@@ -235,12 +235,3 @@ def _over(own: ConfigT, base: ConfigT) -> ConfigT:
 
 def _first(*values: typing.Any) -> typing.Any:
     return next((value for value in values if value is not None), None)
-
-
-def _default_num_blocks(num_embeddings: int, is_table_wise: bool) -> int:
-    if is_table_wise:
-        return 1
-    if num_embeddings == 0:
-        return DEFAULT_NUM_BLOCKS
-    wanted = max(1, num_embeddings // MIN_IDS_PER_BLOCK)
-    return min(DEFAULT_NUM_BLOCKS, 1 << (wanted.bit_length() - 1))

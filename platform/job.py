@@ -169,11 +169,11 @@ def dense_optimizer_spec(config: JobConfig) -> DenseOptimizerSpec:
     """The dense optimizer with torch's own keyword arguments."""
     dense = config.train.dense_optimizer
     options: dict[str, Any] = {"weight_decay": dense.weight_decay}
-    if dense.kind in ("adam", "adamw"):
+    if dense.betas is not None:
         options["betas"] = dense.betas
     if dense.kind == "sgd":
         options["momentum"] = dense.momentum
-    if dense.eps is not None and dense.kind != "sgd":
+    if dense.eps is not None:
         options["eps"] = dense.eps
     return DenseOptimizerSpec(kind=dense.kind, lr=config.dense_lr(0), options=options)
 

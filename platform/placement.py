@@ -19,6 +19,10 @@ from shoal.kernels.spec import TableSpec
 
 #: What the row store keeps per row beyond weights and optimizer: id, last step, count, id map cell (bench id_map).
 ROW_METADATA_BYTES = 32
+#: Row blocks of a large or dynamic table that is sharded row-wise, unless configured.
+DEFAULT_NUM_BLOCKS = 64
+#: A table of fixed size gets no more blocks than keep this many ids in each, so that small tables cost little.
+MIN_IDS_PER_BLOCK = 256
 #: Rows assumed for a dynamic table that declares none, for planning only.
 DYNAMIC_ROWS_ESTIMATE = 1_000_000
 
@@ -42,13 +46,11 @@ class TableLoad:
 
 
 def default_num_blocks(num_embeddings: int) -> int:
-    """Row blocks of a table nobody configured: 64, fewer where a block would hold under 256 rows; a power of two."""
+    """Row blocks of a row-wise table that nobody configured, a power of two."""
     if num_embeddings == 0:
-        return 64
-    blocks = 1
-    while blocks < 64 and num_embeddings // (blocks * 2) >= 256:
-        blocks *= 2
-    return blocks
+        return DEFAULT_NUM_BLOCKS
+    wanted = max(1, num_embeddings // MIN_IDS_PER_BLOCK)
+    return min(DEFAULT_NUM_BLOCKS, 1 << (wanted.bit_length() - 1))
 
 
 def table_bytes(spec: TableSpec) -> int:

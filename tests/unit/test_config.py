@@ -11,6 +11,7 @@ from shoal.kernels.errors import ConfigError
 from shoal.kernels.spec import DataType, OptimizerKind, WeightDecayMode
 from shoal.platform.config import (
     DataConfig,
+    DenseOptimizerConfig,
     JobConfig,
     ModelConfig,
     OptimizerConfig,
@@ -26,6 +27,10 @@ from shoal.platform.config import (
 
 def job(**sections) -> JobConfig:
     return JobConfig(**{"run": RunConfig(name="r"), **sections})
+
+
+def dense_optimizer(**fields) -> TrainConfig:
+    return TrainConfig(dense_optimizer=DenseOptimizerConfig(**fields))
 
 
 def problem_of(config) -> str:
@@ -95,6 +100,10 @@ def test_wrong_type_names_field_value_and_what_is_allowed(build, words):
         ({"scaling": ScalingConfig(transport="nccl")}, ["scaling.transport", "use_gpu"]),
         ({"scaling": ScalingConfig(resources_per_worker={"GPU": 1})}, ["scaling.use_gpu", "set it to true"]),
         ({"scaling": ScalingConfig(resources_per_worker={"memory": 1})}, ["memory_per_worker"]),
+        ({"scaling": ScalingConfig(resources_per_worker={"CPU": 0})}, ["scaling.resources_per_worker.CPU", "is 0"]),
+        ({"train": dense_optimizer(kind="sgd", eps=1e-6)}, ["train.dense_optimizer.eps", "sgd"]),
+        ({"train": dense_optimizer(kind="adagrad", betas=(0.8, 0.9))}, ["dense_optimizer.betas", "adagrad"]),
+        ({"train": dense_optimizer(kind="adam", momentum=0.9)}, ["dense_optimizer.momentum", "adam"]),
         ({"data": DataConfig(dense=["label"])}, ["data.dense", "label"]),
         ({"data": DataConfig(sparse=["a", "a"])}, ["data.sparse", "'a' twice"]),
         ({"tables": TablesConfig(defaults=TableConfig(num_blocks=3))}, ["tables.defaults.num_blocks", "power of two"]),
