@@ -19,7 +19,7 @@ from shoal.actors.dataset import Dataset
 from shoal.actors.prefetch import Prefetcher
 from shoal.actors.windows import POSITION, DataOrder, WindowLike, WindowReader
 from shoal.kernels.arrow import ArrowTable, BatchConverter, TablePart
-from shoal.kernels.errors import ClusterError, ExchangeTimeoutError, RowError
+from shoal.kernels.errors import ClusterError, ExchangeTimeoutError, RowError, ShoalError
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -274,9 +274,10 @@ class RayFeed(_PrefetchingFeed):
     def _fetch(self, window: WindowLike, lanes: tuple[int, ...]) -> list[pa.Table]:
         """The blocks of a window, asked for until they are there or the deadline passes; lost ones are rebuilt."""
         import ray
-        from ray.exceptions import ActorUnavailableError, GetTimeoutError, ObjectLostError, RayActorError
+        from ray.exceptions import ActorUnavailableError, GetTimeoutError, ObjectLostError, RayActorError, RayTaskError
 
         deadline = time.monotonic() + self._timeout_s
+        version: int | None = None
         lost_version: int | None = None
         while (left_s := deadline - time.monotonic()) > 0:
             try:
@@ -293,6 +294,11 @@ class RayFeed(_PrefetchingFeed):
                 raise ClusterError(f"the feeder actor died: {' '.join(str(error).split())[:300]}") from error
             except GetTimeoutError:
                 break
+            except RayTaskError as error:
+                # Ray's text has the feeder's whole traceback in front of the file and row that our own error names.
+                if isinstance(error.cause, ShoalError):
+                    raise error.cause from error
+                raise
         raise ExchangeTimeoutError(
             f"the feeder did not deliver lanes {list(lanes)} of window {window.index}, epoch {window.epoch}, within "
             f"{self._timeout_s:g} s"
