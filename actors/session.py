@@ -4,7 +4,7 @@ A training step is ``begin`` (route, header, ids, values: every collection's out
 the model's forward and backward, and ``end`` (row and dense gradients in one round, then apply or skip on all ranks
 alike). The number of collectives is a constant: header, ids, values, gradients, and one more when the dense gradients
 are too large to send whole (S6); each further lookup of a collection with another KeyedJaggedTensor adds its own
-header, ids and values.
+header, ids and values, and such models, like any in its first step, one header before the gradients.
 
 No rank ever skips an exchange: a rank without data takes part with 0 samples, and a rank with an error of its own
 sends its status, so that all raise the same error before any owner applies (S10).
@@ -24,7 +24,7 @@ from torch import Tensor
 
 from shoal.actors.sharded import ModelTables
 from shoal.kernels.dense_reduce import DenseReducer
-from shoal.kernels.errors import DataError, NonFiniteError, ShoalError
+from shoal.kernels.errors import DataError, NonFiniteError, PeerError, ShoalError
 from shoal.kernels.exchange import Exchange, Headers, raise_for_status
 from shoal.kernels.frame import Flag, Kind, Status
 from shoal.kernels.jagged import KeyedJaggedTensor
@@ -116,6 +116,9 @@ class Session:
         store: the rows this rank owns.
         plan: the step plan of the view.
         exchange: framed collectives of the view.
+        feed_timeout_s: how long a rank may wait for its batch; peers wait as long at a step's first exchange, beyond
+            the exchange's own deadline. A rank that dies meanwhile is noticed early all the same.
+        start_timeout_s: the further patience of the first step: ranks restore and warm up at different speeds.
     """
 
     def __init__(
@@ -124,6 +127,9 @@ class Session:
         store: RowStore,
         plan: StepPlan,
         exchange: Exchange,
+        *,
+        feed_timeout_s: float = 0.0,
+        start_timeout_s: float = 0.0,
     ) -> None:
         self.model_tables = model_tables
         self.store = store
@@ -136,6 +142,15 @@ class Session:
         self._columns: dict[tuple[tuple[str, ...], bool, int | None], tuple[np.ndarray, frozenset[int]]] = {}
         self._step = -1
         self._is_training = False
+        self._feed_timeout_s = feed_timeout_s
+        #: Further patience of the first step; 0 afterwards.
+        self._start_timeout_s = start_timeout_s
+        #: Whether ``end`` opens with a header. It must where a rank that fails in forward could meet peers in an extra
+        #: lookup's header: frames of unknown size would face it. Equal on all ranks, as lookups are collective.
+        self._decides = True
+        self._has_extra = False
+        #: Since the last ``take_counts``: ids dropped and ids replaced by a policy.
+        self._counts = [0, 0]
         for index, (_, module) in enumerate(model_tables.collections):
             module.attach(lambda collection, kjt, index=index: self._lookup(index, kjt))
 
@@ -222,6 +237,9 @@ class Session:
         )
         if route.status and error is None:
             status, detail = Status.BAD_ID, self._describe_bad_id(route)
+        if self._is_training:
+            self._counts[0] += route.num_dropped
+            self._counts[1] += route.num_remapped
         self.clock.mark("route")
         id_bytes = lookup.id_bytes()[None, :]
         headers = self.exchange.header(
@@ -234,6 +252,7 @@ class Session:
             status=status,
             flags=flags,
             detail=detail,
+            timeout_s=self._patience_s() if sequence == 0 else None,
         )
         if headers.statuses.any():
             self._raise_for_status(headers, error)
@@ -252,6 +271,16 @@ class Session:
         self._pool_outputs(round_, sources[0])
         self.clock.mark("pool")
         return headers
+
+    def take_counts(self) -> tuple[int, int]:
+        """(ids dropped, ids replaced) by policies on this rank in training since the last call."""
+        dropped, remapped = self._counts
+        self._counts = [0, 0]
+        return dropped, remapped
+
+    def _patience_s(self) -> float:
+        """Deadline of a step's opening header: peers may still wait for their batch."""
+        return self.exchange.timeout_s + self._feed_timeout_s + self._start_timeout_s
 
     def _pool_outputs(self, round_: _Round, sources: np.ndarray) -> None:
         """Pool the received rows into tensors that autograd starts from."""
@@ -287,6 +316,8 @@ class Session:
         Returns: whether the step was applied, and whose numbers were not finite.
         """
         self.clock.start()
+        if self._decides:
+            self._decide(error)
         grads = [self._grads_of(round_) for round_ in self._rounds]
         if is_finite and check_finite and error is None:
             is_finite = _all_finite([g for flat in grads for g in flat] + ([] if dense_grad is None else [dense_grad]))
@@ -303,13 +334,15 @@ class Session:
         self.clock.mark("segment_sum")
         if dense_grad is not None:
             reducer.write(dense_grad, exchange.send_addresses[-1])
-        sources = exchange.run(status)
+        sources = exchange.run(status, self.exchange.timeout_s + self._start_timeout_s)
         self.clock.mark("B")
         bad = tuple(int(rank) for rank in np.nonzero(exchange.statuses == Status.NON_FINITE)[0])
         if len(bad) < np.count_nonzero(exchange.statuses):
             self._settle(exchange.statuses, status, error)
         if dense_grad is not None:
             self._reduce_dense(reducer, dense_grad, sources[-1])
+        self._decides = self._has_extra = self._has_extra or len(self._rounds) > 1
+        self._start_timeout_s = 0.0
         if bad:
             self._discard_rounds()
             self.exchange.applied = self._step
@@ -326,10 +359,36 @@ class Session:
         self.clock.mark("apply")
         return StepEnd(is_applied=True)
 
-    def close(self, step: int) -> None:
+    def _decide(self, error: BaseException | None) -> None:
+        """One header that says whether every rank's model got through its step; raises on all ranks if one did not."""
+        status = Status.OK if error is None else Status.INTERNAL
+        try:
+            headers = self.exchange.header(
+                Kind.DECIDE,
+                self._step,
+                status=status,
+                detail="" if error is None else f"{type(error).__name__}: {error}",
+                timeout_s=self.exchange.timeout_s + self._start_timeout_s,
+            )
+        except ShoalError as problem:
+            if error is None:
+                raise
+            # The peers are in a lookup that this rank did not reach, so they cannot be told: the controller is.
+            self._discard_rounds()
+            agreed = PeerError(
+                f"step {self._step} was not applied on any rank. rank {self.exchange.identity.rank}: "
+                f"{type(error).__name__}: {error} ({problem})"
+            )
+            agreed.is_origin = True
+            raise agreed from error
+        if headers.statuses.any():
+            self._raise_for_status(headers, error)
+        self.clock.mark("B")
+
+    def close(self, step: int, timeout_s: float | None = None) -> None:
         """Header-only closing exchange: after it every step up to ``step`` is committed on all ranks (S2)."""
         self._discard_rounds()
-        self.exchange.close_step(step)
+        self.exchange.close_step(step, timeout_s=timeout_s)
 
     def gather_bytes(self, step: int, payload: bytes) -> list[bytes] | None:
         """Send ``payload`` to rank 0, in one header and one round; returns all payloads there, None elsewhere."""
@@ -417,6 +476,7 @@ class Session:
         try:
             raise_for_status(headers.statuses, headers.details, self._step)
         except ShoalError as agreed:
+            agreed.is_origin = bool(headers.statuses[self.exchange.identity.rank])
             raise agreed from error
 
     def _settle(self, statuses: np.ndarray, status: Status, error: BaseException | None) -> None:
@@ -426,6 +486,7 @@ class Session:
         try:
             self.exchange.settle(self._step, statuses, status, detail)
         except ShoalError as agreed:
+            agreed.is_origin = error is not None
             raise agreed from error
 
 
@@ -433,7 +494,7 @@ def non_finite_error(step: int, ranks: Sequence[int], skipped: int) -> NonFinite
     """The error of a run whose budget of skipped steps is used up."""
     return NonFiniteError(
         f"loss or gradients of step {step} are not finite on ranks {list(ranks)}; {skipped} steps were skipped already "
-        "(train.non_finite_skip_max). Lower the learning rate or check the inputs"
+        "(train.max_skipped_steps). Lower the learning rate or check the inputs"
     )
 
 

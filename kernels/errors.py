@@ -11,6 +11,9 @@ class ShoalError(Exception):
     """Base of every error Shoal raises on purpose. ``code`` is stable across releases."""
 
     code = "SHOAL-000"
+    #: Whether this process is where it went wrong; None: not known. Set where the error arises, False on a rank that
+    #: only learned of it.
+    is_origin: bool | None = None
 
     def __str__(self) -> str:
         return f"[{self.code}] {super().__str__()}"
@@ -56,6 +59,12 @@ class CheckpointError(ShoalError, ValueError):
     """A checkpoint is missing, torn, damaged or does not fit: names file and table."""
 
     code = "SHOAL-301"
+
+
+class CheckpointMismatchError(CheckpointError):
+    """A sound checkpoint belongs to another model or optimizer: resuming from an older one would not help."""
+
+    code = "SHOAL-306"
 
 
 class StorageError(ShoalError, OSError):

@@ -307,9 +307,9 @@ class Exchange:
         self._open_round = Round(self, kind, step, out_sections, in_sections)
         return self._open_round
 
-    def close_step(self, step: int, *, flags: int = 0, control: int = 0) -> Headers:
+    def close_step(self, step: int, *, flags: int = 0, control: int = 0, timeout_s: float | None = None) -> Headers:
         """Header-only closing exchange: afterwards ``step`` is committed if every rank had applied it (S2)."""
-        return self.header(Kind.CLOSE, step, flags=flags, control=control)
+        return self.header(Kind.CLOSE, step, flags=flags, control=control, timeout_s=timeout_s)
 
     def settle(self, step: int, statuses: np.ndarray, status: int = Status.OK, detail: str = "") -> None:
         """Raise the same typed error on all ranks if any rank's status of an exchange is not OK; else do nothing.
