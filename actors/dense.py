@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shoal.kernels.errors import CheckpointError, ConfigError
+from shoal.kernels.errors import CheckpointMismatchError, ConfigError
 
 #: A function from parameters to an optimizer, for users who bring their own.
 OptimizerFactory = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
@@ -50,6 +50,10 @@ class DenseOptimizerSpec:
 class DenseReplica:
     """Dense parameters of ``model`` (all that remain once its collections are attached) on this rank.
 
+    Frozen parameters (``requires_grad=False``) are saved and restored, never changed. Buffers that the model changes in
+    forward, such as BatchNorm's running statistics, follow each rank's own slice of the data: a checkpoint holds rank
+    0's, and a resumed run starts from those on every rank.
+
     Args:
         model: its floating point parameters are re-pointed into one flat float32 buffer, in ``named_parameters`` order.
         optimizer: a DenseOptimizerSpec, or a factory called with the model's own parameters (then the optimizer walks
@@ -59,6 +63,7 @@ class DenseReplica:
     def __init__(self, model: nn.Module, optimizer: DenseOptimizerSpec | OptimizerFactory) -> None:
         self.model = model
         self._named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+        self._frozen = [(n, p) for n, p in model.named_parameters() if not p.requires_grad and not p.is_meta]
         for name, parameter in self._named:
             if parameter.dtype != torch.float32:
                 raise ConfigError(f"dense parameter {name!r} is {parameter.dtype}; dense parameters are float32")
@@ -87,6 +92,16 @@ class DenseReplica:
     def num_parameters(self) -> int:
         return self.flat.numel()
 
+    @property
+    def optimizer_kind(self) -> str:
+        """Name of the optimizer's class in lower case, "none" without trained parameters."""
+        return "none" if self.optimizer is None else type(self.optimizer).__name__.lower()
+
+    @property
+    def floating_buffers(self) -> tuple[str, ...]:
+        """Names of the buffers that may differ between ranks: see the class."""
+        return tuple(name for name, buffer in self.model.named_buffers() if buffer.is_floating_point())
+
     def zero_grad(self) -> None:
         """Set all gradients to zero in place (their views must survive, so ``set_to_none`` is never used)."""
         self.grad.zero_()
@@ -112,7 +127,7 @@ class DenseReplica:
 
     def state_tensors(self) -> dict[str, Tensor]:
         """Flat names -> copies: ``model.<parameter or buffer>``, ``optimizer.<parameter>.<slot>``; no pickle needed."""
-        tensors = {f"model.{name}": p.detach().clone() for name, p in self._named}
+        tensors = {f"model.{name}": p.detach().clone() for name, p in self._named + self._frozen}
         for name, buffer in self.model.named_buffers():
             tensors[f"model.{name}"] = buffer.detach().clone()
         for name, slot, value in self._optimizer_slots():
@@ -132,10 +147,18 @@ class DenseReplica:
                     value = value[start:end]
                 yield name, slot, value
 
-    def load_state_tensors(self, tensors: Mapping[str, Tensor]) -> None:
-        """Inverse of ``state_tensors``. CheckpointError lists every parameter that is missing or of another shape."""
+    def load_state_tensors(self, tensors: Mapping[str, Tensor], optimizer_kind: str | None = None) -> None:
+        """Inverse of ``state_tensors``. CheckpointMismatchError lists every parameter that is missing or of another shape.
+
+        ``optimizer_kind`` is that of the run that wrote them; CheckpointMismatchError names both when this one's differs.
+        """
+        if optimizer_kind is not None and optimizer_kind != self.optimizer_kind:
+            raise CheckpointMismatchError(
+                f"the checkpoint holds the state of dense optimizer {optimizer_kind!r}, this run uses "
+                f"{self.optimizer_kind!r}; use the same one or start a new run"
+            )
         problems = []
-        targets: dict[str, Tensor] = {f"model.{name}": p.data for name, p in self._named}
+        targets: dict[str, Tensor] = {f"model.{name}": p.data for name, p in self._named + self._frozen}
         targets |= {f"model.{name}": buffer for name, buffer in self.model.named_buffers()}
         for name, target in targets.items():
             found = tensors.get(name)
@@ -143,7 +166,7 @@ class DenseReplica:
                 found_text = "nothing" if found is None else str(tuple(found.shape))
                 problems.append(f"{name}: expected {tuple(target.shape)}, found {found_text}")
         if problems:
-            raise CheckpointError("dense state does not fit the model: " + "; ".join(problems))
+            raise CheckpointMismatchError("dense state does not fit the model: " + "; ".join(problems))
         with torch.no_grad():
             for name, target in targets.items():
                 target.copy_(tensors[name])

@@ -137,5 +137,10 @@ class WorkerPoll:
     parts: tuple[SnapshotPart, ...] = ()
     #: Set once the loop has returned.
     summary: Mapping[str, Any] | None = None
-    #: Set once the loop has failed; Shoal's own errors as they are, others as PeerError with their text.
+    #: Set once the loop has failed. Shoal's own errors keep their type, others become PeerError; where it arose in the
+    #: user's code its text has the traceback.
     failure: BaseException | None = None
+    #: The failure arose on this rank (its model, feed, restore or update); False: it suffers from another rank's.
+    is_origin: bool = False
+    #: A snapshot is being written; its part is still to come, also after a failure.
+    is_saving: bool = False

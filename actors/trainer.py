@@ -9,6 +9,8 @@ ranks see in the same header (S3).
 from __future__ import annotations
 
 import dataclasses
+import logging
+import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
@@ -25,6 +27,9 @@ from shoal.kernels.batch import Batch
 from shoal.kernels.errors import ConfigError
 from shoal.kernels.frame import Flag
 from shoal.kernels.metrics import BinaryMetrics
+
+
+logger = logging.getLogger(__name__)
 
 
 class BatchSource(Protocol):
@@ -64,6 +69,8 @@ class LoopSpec:
     max_skipped_steps: int = 0
     #: Steps of one evaluation; 0: there is no evaluation data.
     eval_steps: int = 0
+    #: How long ranks wait for each other at a checkpoint: one may still be writing the previous one.
+    checkpoint_timeout_s: float = 3600.0
 
 
 class Trainer:
@@ -78,6 +85,7 @@ class Trainer:
         eval_feed: makes a fresh source of evaluation batches, numbered from 0; None without evaluation data.
         learning_rates: schedules.
         on_progress: takes a Progress record; called on rank 0 only.
+        before_checkpoint: called at such a boundary before ranks meet; waits for the previous checkpoint's writing.
         on_checkpoint: takes the last applied step at a boundary where all ranks take a checkpoint of it.
         on_phase: told of every change of (phase, step).
     """
@@ -94,6 +102,7 @@ class Trainer:
         learning_rates: LearningRates,
         start_step: int = 0,
         on_progress: Callable[[Progress], None] = lambda record: None,
+        before_checkpoint: Callable[[], None] = lambda: None,
         on_checkpoint: Callable[[int], None] = lambda step: None,
         on_phase: Callable[[WorkerPhase, int], None] = lambda phase, step: None,
     ) -> None:
@@ -104,6 +113,8 @@ class Trainer:
         self.metrics = BinaryMetrics()
         self.step = start_step
         self.skipped_steps = 0
+        #: Samples of all ranks trained so far, over all attempts of the run.
+        self.num_samples = 0
         self.last_eval: dict[str, float] = {}
         #: Seconds per phase of the last step; the step_breakdown bench reads it.
         self.phase_seconds: dict[str, float] = {}
@@ -111,9 +122,12 @@ class Trainer:
         self._eval_feed = eval_feed
         self._learning_rates = learning_rates
         self._on_progress = on_progress
+        self._before_checkpoint = before_checkpoint
         self._on_checkpoint = on_checkpoint
         self._on_phase = on_phase
         self._requested = Flag(0)
+        self._request_lock = threading.Lock()
+        self._has_metrics = True
         self._window = _Window()
 
     @property
@@ -122,7 +136,13 @@ class Trainer:
 
     def request(self, flags: Flag) -> None:
         """Raise ``flags`` in the next header; all ranks act on them after that step (S3). Thread-safe."""
-        self._requested |= flags
+        with self._request_lock:
+            self._requested |= flags
+
+    def _take_requests(self) -> Flag:
+        with self._request_lock:
+            flags, self._requested = self._requested, Flag(0)
+        return flags
 
     def run(self) -> dict[str, Any]:
         """Train to the end, or to a stop that all ranks agreed on; returns a summary (the same on all ranks)."""
@@ -135,16 +155,17 @@ class Trainer:
             done = self.step  # number of steps applied so far
             if done % self.spec.log_every_steps == 0 or done == self.spec.total_steps or stopped:
                 self._log()
-            if self.spec.eval_every_steps and done % self.spec.eval_every_steps == 0 and done < self.spec.total_steps:
-                self.evaluate()
+            # The checkpoint comes first: a failing evaluation must not cost what was trained.
             every = self.spec.checkpoint_every_steps
             if (every and done % every == 0) or Flag.CHECKPOINT in flags:
                 self._checkpoint(done)
                 last_checkpoint = done
+            if self.spec.eval_every_steps and done % self.spec.eval_every_steps == 0 and done < self.spec.total_steps:
+                self.evaluate()
+        if (self.spec.checkpoint_at_end or stopped) and last_checkpoint != self.step:
+            self._checkpoint(self.step)
         if self.spec.eval_steps and not stopped:
             self.evaluate()
-        if self.spec.checkpoint_at_end and last_checkpoint != self.step:
-            self._checkpoint(self.step)
         self.session.close(self.step)
         return {
             "step": self.step,
@@ -165,7 +186,7 @@ class Trainer:
         clock.mark("feed")
         weights = _sample_weights(batch)
         torch.manual_seed(_mix(self.spec.seed, step, self.rank))
-        flags, self._requested = self._requested, Flag(0)
+        flags = self._take_requests()
         head = self.session.begin(
             step,
             batch.sparse_features,
@@ -187,24 +208,28 @@ class Trainer:
         else:
             self.skipped_steps += 1
             if self.skipped_steps > self.spec.max_skipped_steps:
-                raise non_finite_error(step, end.non_finite_ranks, self.skipped_steps - 1)
+                problem = non_finite_error(step, end.non_finite_ranks, self.skipped_steps - 1)
+                problem.is_origin = self.rank in end.non_finite_ranks
+                raise problem
         clock.mark("optimizer")
         self.phase_seconds = clock.take()
         self.step = step + 1
+        self.num_samples += head.num_samples
+        self._window.add_counts(*self.session.take_counts(), sum(batch.counters.values()))
         self._window.add(time.perf_counter() - started, head.num_samples, self.phase_seconds)
         return head.flags
 
     def _next_batch(self, step: int) -> tuple[Batch, BaseException | None]:
         """This rank's batch, or an empty one and the reason: a rank with an error stays in the protocol."""
+        return self._batch_of(self._feed, step)
+
+    def _batch_of(self, source: BatchSource, step: int) -> tuple[Batch, BaseException | None]:
         try:
-            batch = self._feed.next_batch(step)
-            return batch, None
+            return source.next_batch(step), None
         except Exception as error:  # converted at the edge: it is raised again, on all ranks, by session.begin
             return _blank_batch(self.session), error
 
-    def _forward_backward(
-        self, batch: Batch, weights: Tensor, head: StepHead
-    ) -> tuple[bool, BaseException | None]:
+    def _forward_backward(self, batch: Batch, weights: Tensor, head: StepHead) -> tuple[bool, BaseException | None]:
         """The user's model and its gradients. Returns (all losses finite, the exception it raised)."""
         clock = self.session.clock
         clock.start()
@@ -221,7 +246,7 @@ class Trainer:
             clock.mark("dense")
             self._window.add_loss(float(loss.detach()) if is_finite else 0.0)
             if predictions is not None and is_finite:
-                self.metrics.update(predictions.detach(), batch.labels, batch.weights, step=head.step)
+                self._count(self.metrics, predictions.detach(), batch, head.step)
             clock.mark("metrics")
             return is_finite, None
         except Exception as error:  # the rank stays in the protocol; session.end raises it on all ranks
@@ -231,9 +256,10 @@ class Trainer:
 
     def _log(self) -> None:
         """Merge metrics on rank 0 and hand out a progress record."""
-        merged, sums = self._merge(self.metrics, (self._window.loss_sum, self.session.store.num_rows()))
+        window = self._window
+        merged, sums = self._merge(self.metrics, (window.loss_sum, self.session.store.num_rows(), *window.counts))
         if merged is not None:
-            self._on_progress(self._window.progress(self, merged, *sums))
+            self._on_progress(window.progress(self, merged, sums))
         self._window.restart()
 
     def evaluate(self, num_steps: int | None = None) -> dict[str, float]:
@@ -264,19 +290,31 @@ class Trainer:
 
     def eval_step(self, source: BatchSource, step: int, metrics: BinaryMetrics) -> None:
         """Count one evaluation batch into ``metrics``; rows that were never trained read as their initial value."""
-        batch = source.next_batch(step)
+        batch, error = self._batch_of(source, step)
         with torch.no_grad():
             self.model.eval()
-            self.session.begin(step, batch.sparse_features, is_training=False, loss_weight=0.0)
+            self.session.begin(step, batch.sparse_features, is_training=False, loss_weight=0.0, error=error)
             _, predictions = split_outputs(self.model(batch), len(batch))
         if predictions is None:
             raise ConfigError("the model returns losses only; return (losses, predictions) to evaluate it")
-        metrics.update(predictions, batch.labels, batch.weights, step=0)
+        self._count(metrics, predictions, batch, 0)
+
+    def _count(self, metrics: BinaryMetrics, predictions: Tensor, batch: Batch, step: int) -> None:
+        """Count a batch into ``metrics``, until a label shows that they do not apply: they are for labels in [0, 1]."""
+        labels = batch.labels
+        if self._has_metrics and labels.numel():
+            low, high = (float(value) for value in torch.aminmax(labels))
+            if low < 0.0 or high > 1.0:  # a label that is not a number is refused by the metrics
+                self._has_metrics = False
+                logger.warning("metrics=off reason='a label is outside [0, 1]' label_min=%g label_max=%g", low, high)
+        if self._has_metrics:
+            metrics.update(predictions, labels, batch.weights, step=step)
 
     def _checkpoint(self, step: int) -> None:
         """Close the step on all ranks (S2), gather metrics on rank 0, and let the worker cut and write."""
         self._on_phase(WorkerPhase.CHECKPOINTING, step)
-        self.session.close(step)
+        self._before_checkpoint()
+        self.session.close(step, self.spec.checkpoint_timeout_s)
         merged, _ = self._merge(self.metrics, ())
         if merged is not None:
             self.metrics = merged
@@ -305,6 +343,10 @@ class Trainer:
         return merged, tuple(total.tolist())
 
 
+#: What a Progress counts over all ranks since the previous one, besides samples: see ``_Window.counts``.
+COUNTER_NAMES = ("ids_dropped", "ids_remapped", "data_policy_hits")
+
+
 class _Window:
     """What happened since the last progress record."""
 
@@ -316,6 +358,8 @@ class _Window:
         self.steps = 0
         self.samples = 0
         self.loss_sum = 0.0
+        #: Of this rank: ids dropped, ids replaced, and rows or values a data policy acted on.
+        self.counts = [0, 0, 0]
         self.started = time.perf_counter()
         self.phases: defaultdict[str, float] = defaultdict(float)
 
@@ -325,17 +369,22 @@ class _Window:
         for name, value in phases.items():
             self.phases[name] += value
 
+    def add_counts(self, *counts: int) -> None:
+        self.counts = [total + count for total, count in zip(self.counts, counts)]
+
     def add_loss(self, loss: float) -> None:
         self.loss_sum += loss
 
-    def progress(self, trainer: Trainer, metrics: BinaryMetrics, loss: float, num_rows: float) -> Progress:
-        """The record of this window."""
+    def progress(self, trainer: Trainer, metrics: BinaryMetrics, sums: Sequence[float]) -> Progress:
+        """The record of this window; ``sums``: over all ranks of the loss, the rows and ``counts``."""
+        loss, num_rows, *counts = sums
         elapsed = max(time.perf_counter() - self.started, 1e-9)
         steps = max(self.steps, 1)
         window = metrics.compute(window=True)
         exchange_s = self.phases["F"] + self.phases["B"]
         self.last_values = {
             "loss": loss / steps,
+            "samples": float(trainer.num_samples),
             "samples_per_s": self.samples / elapsed,
             "step_ms": 1e3 * elapsed / steps,
             "exchange_ms": 1e3 * exchange_s / steps,
@@ -346,6 +395,7 @@ class _Window:
             "lifetime/auc": metrics.compute()["auc"],
             "rows": num_rows,
             "skipped_steps": float(trainer.skipped_steps),
+            **dict(zip(COUNTER_NAMES, counts, strict=True)),
             **{f"phase_ms/{name}": 1e3 * seconds / steps for name, seconds in sorted(self.phases.items())},
         }
         return Progress(kind="train", step=trainer.step, values=dict(self.last_values), seconds=elapsed)

@@ -30,7 +30,7 @@ from shoal.actors.shard_host import Restore, ShardHost, SnapshotWriter
 from shoal.actors.sharded import describe_model
 from shoal.actors.trainer import BatchSource, LearningRates, LoopSpec, Trainer
 from shoal.kernels import errors
-from shoal.kernels.errors import PeerError
+from shoal.kernels.errors import DataError, PeerError, RowError, ShoalError
 from shoal.kernels.exchange import Exchange
 from shoal.kernels.frame import Flag, Identity
 from shoal.kernels.plan import StepPlan
@@ -75,6 +75,8 @@ class WorkerSpec:
     op_timeout_s: float = 10.0
     start_timeout_s: float = 180.0
     checkpoint_timeout_s: float = 3600.0
+    #: How long a feed may take for a batch: peers have that much more patience at a step's opening exchange.
+    feed_timeout_s: float = 300.0
 
 
 class Worker:
@@ -92,11 +94,15 @@ class Worker:
         self._summary: Mapping[str, Any] | None = None
         self._error: str | None = None
         self._failure: BaseException | None = None
+        self._is_origin = False
         self._phase, self._step, self._since = WorkerPhase.STARTING, 0, time.monotonic()
         self._rank, self._epoch = -1, -1
         self._requested = Flag(0)
         self._thread: threading.Thread | None = None
         self._groups: Groups | None = None
+        self._session: Session | None = None
+        self._feed: BatchSource | None = None
+        self._writer: SnapshotWriter | None = None
         self.last_contact = time.monotonic()
 
     # ---- what the controller calls --------------------------------------------------------------------------------
@@ -114,7 +120,12 @@ class Worker:
         self.model_tables = describe_model(self.model, self.spec.make_table, self.spec.policies)
         self.host = host or socket.gethostname()
         dense = [(name, tuple(p.shape), str(p.dtype)) for name, p in self.model.named_parameters()]
-        text = repr((self.model_tables.tables, self.model_tables.features, dense))
+        # Values too: a factory that draws from numpy's generator builds another model in each process.
+        values = hashlib.blake2b(digest_size=8)
+        for tensor in (*self.model.parameters(), *self.model.buffers()):
+            if not tensor.is_meta:
+                values.update(tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+        text = repr((self.model_tables.tables, self.model_tables.features, dense, values.hexdigest()))
         return WorkerInfo(
             worker_id=self.worker_id,
             host=self.host,
@@ -127,14 +138,15 @@ class Worker:
     def start(self, view: View, rank: int, restore: Restore | None = None) -> None:
         """Join ``view`` as ``rank`` and train in a thread; returns at once."""
         self._rank, self._epoch = rank, view.epoch
-        self._thread = threading.Thread(
-            target=self._run, args=(view, restore), name=f"step-loop-{rank}", daemon=True
-        )
+        self._thread = threading.Thread(target=self._run, args=(view, restore), name=f"step-loop-{rank}", daemon=True)
         self._thread.start()
 
     def poll(self) -> WorkerPoll:
         """Status, and the records and checkpoint parts since the last poll."""
         self.last_contact = time.monotonic()
+        writer = self._writer
+        # Asked before the parts are taken: a part delivered in between is then in this poll.
+        is_saving = writer is not None and writer.is_writing
         with self._lock:
             records, self._records = tuple(self._records), []
             parts, self._parts = tuple(self._parts), []
@@ -149,7 +161,15 @@ class Worker:
                 host=getattr(self, "host", ""),
                 error=self._error,
             )
-            return WorkerPoll(status=status, records=records, parts=parts, summary=self._summary, failure=self._failure)
+            return WorkerPoll(
+                status=status,
+                records=records,
+                parts=parts,
+                summary=self._summary,
+                failure=self._failure,
+                is_origin=self._is_origin,
+                is_saving=is_saving,
+            )
 
     def request(self, flags: int) -> None:
         """Raise flags in the next step's header (S3)."""
@@ -173,18 +193,31 @@ class Worker:
     def _run(self, view: View, restore: Restore | None) -> None:
         try:
             summary = self._train(view, restore)
+            self._leave()
             with self._lock:
                 self._summary = summary
             self._set_phase(WorkerPhase.FINISHED, self._step)
         except BaseException as error:  # the actor's edge: becomes a status that the controller reads
-            lines = traceback.format_exception(error)
-            logger.error("worker=%s failed\n%s", self.worker_id, "".join(lines))
+            logger.error("worker=%s failed\n%s", self.worker_id, "".join(traceback.format_exception(error)))
+            # Known before peers are let go: their errors are this one's consequences.
             with self._lock:
                 self._error = f"{type(error).__name__}: {error}"
-                # What crosses processes must unpickle anywhere: a user's exception class may not.
-                self._failure = error if type(error) in _PORTABLE else PeerError(self._error + "\n" + "".join(lines))
+                self._failure, self._is_origin = describe_failure(error)
             self._set_phase(WorkerPhase.FAILED, self._step)
-            self.shut_down()
+            self._leave()
+
+    def _leave(self) -> None:
+        """Let go of the view: the groups first, so that no peer waits for the feed's threads to end (F1)."""
+        for close in (
+            self._groups.destroy if self._groups is not None else None,
+            self._session.detach if self._session is not None else None,
+            self._feed.close if self._feed is not None else None,
+        ):
+            try:
+                if close is not None:
+                    close()
+            except Exception:  # the outcome stands; what follows must still be released
+                logger.exception("worker=%s action=leave", self.worker_id)
 
     def _train(self, view: View, restore: Restore | None) -> Mapping[str, Any]:
         spec, rank = self.spec, self._rank
@@ -223,17 +256,30 @@ class Worker:
         exchange = Exchange(
             groups.transport, identity, timeout_s=spec.op_timeout_s, payload_transport=groups.payload_transport
         )
-        session = Session(self.model_tables, host.store, plan, exchange)
+        self._session = session = Session(
+            self.model_tables,
+            host.store,
+            plan,
+            exchange,
+            feed_timeout_s=spec.feed_timeout_s,
+            start_timeout_s=spec.start_timeout_s,
+        )
         dense = DenseReplica(self.model, spec.dense_optimizer)
+        if view.world_size > 1 and rank == 0 and dense.floating_buffers:
+            logger.warning(
+                "buffer=%s reason='not shared between ranks, checkpoints hold rank 0's'", dense.floating_buffers[0]
+            )
         start_step = 0
         metrics_state = None
+        num_samples = 0
         if restore is not None:
             start_step = restore.step
-            dense_tensors, metrics_state = host.restore(restore, spec.storage)
-            dense.load_state_tensors(dense_tensors)
+            dense_tensors, metrics_state, metadata = host.restore(restore, spec.storage)
+            dense.load_state_tensors(dense_tensors, metadata.get("optimizer"))
+            num_samples = int(metadata.get("samples", 0))
         seat = Seat(rank=rank, world_size=view.world_size, shares=view.shares, start_step=start_step)
-        feed = spec.train_feed(seat)
-        writer = SnapshotWriter(
+        self._feed = feed = spec.train_feed(seat)
+        self._writer = writer = SnapshotWriter(
             host,
             dense,
             spec.storage,
@@ -244,7 +290,7 @@ class Worker:
         )
         eval_feed = spec.eval_feed
         trainer = Trainer(
-            spec.loop,
+            dataclasses.replace(spec.loop, checkpoint_timeout_s=spec.checkpoint_timeout_s),
             model=self.model,
             session=session,
             dense=dense,
@@ -253,21 +299,21 @@ class Worker:
             learning_rates=spec.learning_rates(self.model_tables.tables),
             start_step=start_step,
             on_progress=self._add_record,
-            on_checkpoint=lambda step: writer.start(step, trainer.metrics, spec.checkpoint_timeout_s),
+            before_checkpoint=lambda: writer.wait(spec.checkpoint_timeout_s),
+            on_checkpoint=lambda step: writer.start(
+                step, trainer.metrics, trainer.num_samples, spec.checkpoint_timeout_s
+            ),
             on_phase=self._set_phase,
         )
         if metrics_state is not None and rank == 0:
             trainer.metrics.load_state_dict(metrics_state)
-        trainer.request(self._requested)
+        trainer.num_samples = num_samples
+        # In this order: a request that comes in between is raised twice rather than never.
         self.trainer = trainer
-        try:
-            summary = trainer.run()
-            writer.wait(spec.checkpoint_timeout_s)
-            return summary
-        finally:
-            feed.close()
-            session.detach()
-            groups.destroy()
+        trainer.request(self._requested)
+        summary = trainer.run()
+        writer.wait(spec.checkpoint_timeout_s)
+        return summary
 
     def _add_record(self, record: Progress) -> None:
         with self._lock:
@@ -279,3 +325,30 @@ class Worker:
 
     def _set_phase(self, phase: WorkerPhase, step: int) -> None:
         self._phase, self._step, self._since = phase, step, time.monotonic()
+
+
+def describe_failure(error: BaseException) -> tuple[BaseException, bool]:
+    """(the error as it crosses processes, whether it arose on this rank).
+
+    Shoal's errors keep type and code. Where this rank is the origin, the text gains the traceback of what the user's
+    code raised, or the whole message of a Shoal error that the exchange had cut. Any other exception becomes a
+    PeerError, since a user's class may not unpickle elsewhere.
+    """
+    known = isinstance(error, ShoalError)
+    mark = error.is_origin if isinstance(error, ShoalError) else None
+    is_origin = not isinstance(error, PeerError) if mark is None else mark
+    if not known or type(error) not in _PORTABLE:
+        lines = "".join(traceback.format_exception(error))
+        return PeerError(f"{type(error).__name__}: {error}\n{lines}"), is_origin
+    cause = error.__cause__
+    if mark is not True or cause is None:
+        return error, is_origin
+    addition = str(cause) if isinstance(cause, ShoalError) else "".join(traceback.format_exception(cause)).rstrip()
+    text = str(error.args[0]) if error.args else ""
+    if addition in text:
+        return error, is_origin
+    # RowError takes other arguments; as the DataError it is, its text is free.
+    kind = DataError if isinstance(error, RowError) else type(error)
+    failure = kind(f"{text}\n{addition}")
+    failure.is_origin = True
+    return failure, is_origin

@@ -219,6 +219,7 @@ def make_plan(
         op_timeout_s=timeouts.op_timeout_s,
         start_timeout_s=timeouts.start_timeout_s,
         checkpoint_timeout_s=timeouts.checkpoint_timeout_s,
+        feed_timeout_s=timeouts.feed_timeout_s,
     )
     return RunPlan(
         name=run.name,
