@@ -16,7 +16,13 @@ from collections.abc import Mapping
 from typing import Any
 
 import ray
-from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray._raylet import PlacementGroupID  # Ray 2.60 has no public way from an id to a group
+from ray.util.placement_group import (
+    PlacementGroup,
+    placement_group,
+    placement_group_table,
+    remove_placement_group,
+)
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from shoal.actors.messages import WorkerInfo, WorkerPoll
@@ -83,6 +89,28 @@ def reserve(name: str, bundle: Mapping[str, float]) -> PlacementGroup:
 def release_group(group: PlacementGroup) -> None:
     """Remove a placement group, with whatever runs in it."""
     remove_placement_group(group)
+
+
+def reap(run: str) -> list[str]:
+    """End every actor and placement group of ``run`` but its controller; returns their names.
+
+    Whoever holds the controller's name, or has just found it free, may call this: the name is the run's lock.
+    """
+    prefix = actor_name(run, "")
+    ended = []
+    for actor in ray.util.list_named_actors(all_namespaces=True):
+        name = actor["name"]
+        if actor["namespace"] != NAMESPACE or not name.startswith(prefix) or name == actor_name(run, "controller"):
+            continue
+        handle = find_actor(name)
+        if handle is not None:
+            ray.kill(handle, no_restart=True)
+            ended.append(name)
+    for group_id, group in placement_group_table().items():
+        if group["name"].startswith(prefix) and group["state"] != "REMOVED":
+            remove_placement_group(PlacementGroup(PlacementGroupID(bytes.fromhex(group_id))))
+            ended.append(group["name"])
+    return ended
 
 
 def start_watchdog(last_contact: Any, limit_s: float, what: str) -> None:

@@ -165,13 +165,14 @@ class ElasticTrainer:
                     raise ClusterError("; ".join(map(str, problems)))
                 collector(("waiting", {"reason": "; ".join(map(str, problems))}))
             feeder = actor_name(config.run.name, "feeder")
+            controller = actor_name(config.run.name, "controller")
             plan = make_plan(config, self._build_model, train, evaluation, RayFeedMaker(train, feeder))
             bundle = {"CPU": scaling.cpus_per_worker, **scaling.custom_resources}
             if scaling.use_gpu:
                 bundle["GPU"] = scaling.gpus_per_worker
             if scaling.memory_per_worker:
                 bundle["memory"] = float(scaling.memory_per_worker)
-            cluster = ClusterSpec(bundle=bundle, start_feeder=FeederMaker(train, feeder))
+            cluster = ClusterSpec(bundle=bundle, start_feeder=FeederMaker(train, feeder, controller))
             return run_on_ray(plan, cluster, collector)
 
     def _result(self, report: RunReport, collector: _Collector) -> Result:
@@ -232,7 +233,7 @@ class _connected:
         choice = choose_cluster(self._address, os.environ)
         self._collector(("cluster", {"address": choice.address, "reason": choice.reason}))
         # Workers import the user's model from where the driver does.
-        if "" in sys.path or os.getcwd() not in sys.path:
+        if os.getcwd() not in sys.path:
             sys.path.insert(0, os.getcwd())
         # Ray's own start-up lines would break the progress bar; its errors still come through.
         options: dict[str, Any] = {"log_to_driver": False, "namespace": "shoal", "logging_level": logging.ERROR}

@@ -296,15 +296,18 @@ def run_on_ray(plan: RunPlan, cluster: ClusterSpec, on_item: Callable[[Any], Non
     """Run ``plan`` on the connected Ray cluster; see ``watch``. Whatever happens, nothing of the run is left behind."""
     import ray
 
-    from shoal.actors.runtime import Packed, actor_name, create_actor, find_actor
+    from shoal.actors.runtime import Packed, actor_name, create_actor, find_actor, reap
 
     name = actor_name(plan.name, "controller")
+    taken = f"run {plan.name!r} is already running on this cluster (actor {name!r}); stop it first or change run.name"
     if find_actor(name) is not None:
-        raise ConfigError(
-            f"run {plan.name!r} is already running on this cluster (actor {name!r}); stop it first or choose another "
-            "run.name"
-        )
-    actor = create_actor(ControllerActor, name, Packed((plan, cluster)), max_concurrency=8)
+        raise ConfigError(taken)
+    if left := reap(plan.name):  # by a controller that was killed
+        logger.warning("run=%s ended what an earlier attempt had left: %s", plan.name, ", ".join(left))
+    try:
+        actor = create_actor(ControllerActor, name, Packed((plan, cluster)), max_concurrency=8)
+    except ValueError as error:
+        raise ConfigError(taken) from error
     client = _RayController(actor)
     try:
         report = watch(client, on_item)
@@ -313,8 +316,18 @@ def run_on_ray(plan: RunPlan, cluster: ClusterSpec, on_item: Callable[[Any], Non
         raise
     finally:
         _quietly(lambda: ray.kill(actor, no_restart=True))
+        _quietly(lambda: _wait_until_gone(name, find_actor))
+        # A controller that was killed, or died, may have been in the middle of a launch or a release.
+        _quietly(lambda: reap(plan.name))
     _raise_failure(report, client.failure)
     return report
+
+
+def _wait_until_gone(name: str, find: Callable[[str], Any], limit_s: float = 10.0) -> None:
+    """Ray ends an actor some time after ``ray.kill``: until then it may still create others."""
+    deadline = time.monotonic() + limit_s
+    while find(name) is not None and time.monotonic() < deadline:
+        time.sleep(0.05)
 
 
 def watch(client: ControllerClient, on_item: Callable[[Any], None], *, poll_interval_s: float = 0.25) -> RunReport:

@@ -49,6 +49,13 @@ def actors_of(run: str) -> list[str]:
     return [a["name"] for a in ray.util.list_named_actors(all_namespaces=True) if f":{run}:" in a["name"]]
 
 
+def groups_of(run: str) -> list[str]:
+    from ray.util.placement_group import placement_group_table
+
+    groups = placement_group_table().values()
+    return [g["name"] for g in groups if f":{run}:" in g["name"] and g["state"] != "REMOVED"]
+
+
 def test_stdlib_platform_is_intact_in_a_worker_started_from_the_root(local_ray):
     import ray
 
@@ -102,3 +109,38 @@ def test_killed_worker_ends_the_run_with_its_name(local_ray, data, tmp_path):
     with pytest.raises(ShoalError, match="worker 1"):
         trainer(data, tmp_path, workers=2, max_steps=5000, name="victim").fit(on_record=kill_one)
     assert actors_of("victim") == []
+
+
+def test_killed_controller_leaves_nothing_behind_and_the_name_is_free_again(local_ray, data, tmp_path):
+    import ray
+
+    from shoal.actors.runtime import NAMESPACE, actor_name
+    from shoal.kernels.errors import ClusterError
+
+    def kill_controller(item) -> None:
+        if getattr(item, "step", 0) >= 8:
+            ray.kill(ray.get_actor(actor_name("headless", "controller"), namespace=NAMESPACE))
+
+    with pytest.raises(ClusterError, match="controller died"):
+        trainer(data, tmp_path, workers=2, max_steps=5000, name="headless").fit(on_record=kill_controller)
+    assert actors_of("headless") == [] and groups_of("headless") == []
+    assert trainer(data, tmp_path, workers=2, max_steps=8, name="headless").fit().steps == 8
+
+
+class Idle:
+    """An actor that a run might have left behind."""
+
+
+def test_reaping_a_run_spares_its_controller_and_other_runs(local_ray):
+    from shoal.actors.runtime import actor_name, create_actor, reap, release_group, reserve
+
+    names = [actor_name(run, role) for run, role in (("a", "feeder"), ("a", "controller"), ("a.b", "feeder"))]
+    actors = [create_actor(Idle, name) for name in names]
+    groups = [reserve(actor_name(run, "worker-0-x"), {"CPU": 1.0}) for run in ("a", "a.b")]
+    assert sorted(reap("a")) == ["shoal:a:feeder", "shoal:a:worker-0-x"]
+    assert actors_of("a") == ["shoal:a:controller"] and groups_of("a") == []
+    assert actors_of("a.b") == ["shoal:a.b:feeder"] and groups_of("a.b") == ["shoal:a.b:worker-0-x"]
+    import ray
+
+    release_group(groups[1])
+    [ray.kill(actor) for actor in actors[1:]]
