@@ -1,8 +1,9 @@
 """One table's whole embedding work in a step, cold, against FBGEMM's CPU tables.
 
-Ours: dedup + id lookup + pooled forward + backward + fused row-wise Adagrad through the production StepPlan (undo log
-kept as in training). Baseline: ``SplitTableBatchedEmbeddingBagsCodegen`` with EXACT_ROWWISE_ADAGRAD, forward and
-backward (its update runs inside backward), ids as table rows.
+Ours: dedup + id lookup + pooled forward + backward + fused row-wise Adagrad through the production StepPlan, on a store
+without an undo log, as a worker builds it; one more case keeps the log. Baseline:
+``SplitTableBatchedEmbeddingBagsCodegen`` with EXACT_ROWWISE_ADAGRAD, forward and backward (its update runs inside
+backward), ids as table rows.
 """
 
 from __future__ import annotations
@@ -26,8 +27,9 @@ from shoal.kernels.spec import FeatureSpec, OptimizerKind, OptimizerSpec, TableS
 EXPECTATION = (
     "Bound: memory. Uniform ids, U ~ 79 k of 82 k distinct: rows are read forward, read and written backward (3 x U x"
     " 256 B), bags written and their gradients read (2 x B x 256 B), ids and optimizer state on top: ~103 MB at pooling"
-    " 1. Against memcpy (reads plus writes counted) at most 2x, since every row also costs an id-map line, a record"
-    " header and an undo copy. FBGEMM's CPU backward is a sort and scattered updates: at least 3x uniform, 2x Zipf."
+    " 1. Against memcpy (reads plus writes counted) at most 2x, since every row also costs an id-map line and a record"
+    " header. No undo log, as in production (undo_steps=0); a log copies every updated record once more, a case of its"
+    " own. FBGEMM's CPU backward is a sort and scattered updates: at least 3x uniform, 2x Zipf."
 )
 ROUNDS, LR, EPS = 9, 0.02, 1e-8
 NO_PEERS = np.zeros(1, dtype=np.int64)
@@ -37,7 +39,7 @@ PHASES = ("route", "resolve", "pool", "segment_sum", "apply")
 class Ours:
     """The production path of one rank."""
 
-    def __init__(self, work: IdWorkload, num_threads: int) -> None:
+    def __init__(self, work: IdWorkload, num_threads: int, undo_steps: int) -> None:
         optimizer = OptimizerSpec(kind=OptimizerKind.ROWWISE_ADAGRAD, lr=LR, eps=EPS)
         table = TableSpec(
             name="t",
@@ -47,7 +49,7 @@ class Ours:
             init_min=-0.01,
             init_max=0.01,
         )
-        store = RowStore([table], num_threads=num_threads)
+        store = RowStore([table], num_threads=num_threads, undo_steps=undo_steps)
         store.add_block(0, 0)
         self.plan = StepPlan(
             store,
@@ -128,12 +130,14 @@ def bytes_touched(work: IdWorkload, num_unique: float) -> float:
     return num_unique * (3 * row + 2 * 4) + 2 * work.batch_size * row + 8 * work.ids_per_batch
 
 
-def run_case(distribution: str, pooling: int, num_threads: int, target: float | None, bandwidth: float) -> list[dict]:
+def run_case(
+    distribution: str, pooling: int, num_threads: int, target: float | None, bandwidth: float, undo_steps: int = 0
+) -> list[dict]:
     work = embedding_op(distribution, pooling)
     torch.set_num_threads(num_threads)
     batches = [torch.from_numpy(work.values(index)) for index in range(NUM_BATCHES)]
     grad = torch.randn(work.batch_size, work.embedding_dim, generator=torch.Generator().manual_seed(0)) * 1e-3
-    ours, theirs = Ours(work, num_threads), fbgemm_step(work)
+    ours, theirs = Ours(work, num_threads, undo_steps), fbgemm_step(work)
     counters = {"ours": 0, "fbgemm": 0}
 
     def side(name: str, step: Callable[[torch.Tensor, torch.Tensor], None]) -> Callable[[], None]:
@@ -147,6 +151,7 @@ def run_case(distribution: str, pooling: int, num_threads: int, target: float | 
     times = harness.alternate(sides, rounds=ROUNDS, warmup=2, before=harness.flush_caches)
     facts = work.describe()
     name = f"{distribution} pooling {pooling}" + ("" if num_threads == 1 else f", {num_threads} threads")
+    name += ", undo log" if undo_steps else ""
     phases = {f"{p}_ms": round(float(np.median(t[2:])) * 1e3, 3) for p, t in ours.phases.items()}
     cases = [
         harness.case(
@@ -161,7 +166,7 @@ def run_case(distribution: str, pooling: int, num_threads: int, target: float | 
             **facts,
         )
     ]
-    if distribution == "uniform" and num_threads == 1:
+    if target is not None and distribution == "uniform":
         floor = bytes_touched(work, float(facts["unique_ids_per_batch"])) / bandwidth
         cases.append(
             harness.case(
@@ -186,6 +191,7 @@ def main() -> list[dict]:
         for distribution, target in (("uniform", 3.0), ("zipf", 2.0)):
             for pooling in (1, 20):
                 cases += run_case(distribution, pooling, num_threads, target if num_threads == 1 else None, bandwidth)
+    cases += run_case("uniform", 1, 1, None, bandwidth, undo_steps=2)
     return harness.write("embedding_op", cases, EXPECTATION)
 
 

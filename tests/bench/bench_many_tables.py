@@ -28,13 +28,14 @@ from shoal.kernels.spec import FeatureSpec, OptimizerKind, OptimizerSpec, TableS
 EXPECTATION = (
     "256,000 ids a batch, 16-column rows: per-table overheads dominate the peer (dispatch, splits, per-table updates);"
     " ours is one native call per phase, so its Python time must not depend on the number of tables: <= 200 us a step."
+    " Cold caches; the store keeps no undo log, as in production (undo_steps=0); a case of its own keeps one."
 )
 ROUNDS, LR, EPS = 15, 0.02, 1e-8
 NO_PEERS = np.zeros(1, dtype=np.int64)
 
 
 class Ours:
-    def __init__(self, work: IdWorkload) -> None:
+    def __init__(self, work: IdWorkload, undo_steps: int) -> None:
         optimizer = OptimizerSpec(kind=OptimizerKind.ROWWISE_ADAGRAD, lr=LR, eps=EPS)
         tables = [
             TableSpec(
@@ -48,7 +49,7 @@ class Ours:
             )
             for t in range(work.num_features)
         ]
-        store = RowStore(tables)
+        store = RowStore(tables, undo_steps=undo_steps)
         every_id = torch.arange(work.num_embeddings)
         tiny = torch.full((work.num_embeddings, work.embedding_dim), 1e-3)
         for t in range(len(tables)):  # every row exists before timing
@@ -148,8 +149,8 @@ def main() -> list[dict]:
     batches = [torch.from_numpy(work.values(index)) for index in range(NUM_BATCHES)]
     generator = torch.Generator().manual_seed(0)
     grad = torch.randn(work.batch_size, work.num_features * work.embedding_dim, generator=generator) * 1e-3
-    ours, theirs = Ours(work), torchrec_step(work)
-    turn = {"ours": 0, "torchrec": 0}
+    ours, logged, theirs = Ours(work, 0), Ours(work, 2), torchrec_step(work)
+    turn = {"ours": 0, "logged": 0, "torchrec": 0}
 
     def side(name: str, step: Callable[[torch.Tensor, torch.Tensor], None]) -> Callable[[], None]:
         def run() -> None:
@@ -158,7 +159,12 @@ def main() -> list[dict]:
 
         return run
 
-    times = harness.alternate({"ours": side("ours", ours.step), "torchrec": side("torchrec", theirs)}, ROUNDS, warmup=3)
+    sides = {
+        "ours": side("ours", ours.step),
+        "torchrec": side("torchrec", theirs),
+        "logged": side("logged", logged.step),
+    }
+    times = harness.alternate(sides, ROUNDS, warmup=3, before=harness.flush_caches)
     cases = [
         harness.case(
             "1,000 tables x 16, batch 256",
@@ -169,6 +175,15 @@ def main() -> list[dict]:
             3.0,
             value_scale=1e3,
             **work.describe(),
+        ),
+        harness.case(
+            "1,000 tables x 16, batch 256, undo log",
+            "ms",
+            times["logged"],
+            times["torchrec"],
+            "TorchRec DMP table-wise",
+            None,
+            value_scale=1e3,
         ),
         harness.case(
             "Python in the embedding path, 1,000 tables (step of an empty batch)",
