@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -107,6 +108,18 @@ def test_quickstart_falls_back_to_the_generator_and_says_so(tmp_path, monkeypatc
     # The user's own path is never replaced by something else.
     with pytest.raises(quickstart.movielens.DataUnavailableError):
         quickstart.prepare(tmp_path, 0, "some/path", said.append)
+
+
+def test_quickstart_without_scikit_learn_says_what_to_install_and_goes_on(monkeypatch):
+    # None in sys.modules makes the import fail as if the package were absent.
+    monkeypatch.setitem(sys.modules, "sklearn", None)
+    monkeypatch.setitem(sys.modules, "sklearn.linear_model", None)
+    prepared = quickstart.PreparedData(
+        name=quickstart.MOVIELENS, folders={}, num_ids={}, dense=(), rows={}, reference={}, reference_source=""
+    )
+    said: list[str] = []
+    assert quickstart._baseline(prepared, said.append) is None
+    assert said[0].startswith("no comparison with a logistic regression") and "shoal[quickstart]" in said[0]
 
 
 def test_each_quickstart_run_gets_its_own_folder(tmp_path):
