@@ -17,6 +17,8 @@ import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
+import torch
+
 from shoal.actors.groups import host_store
 from shoal.actors.messages import View, WorkerInfo, WorkerPoll
 from shoal.actors.shard_host import Restore
@@ -99,14 +101,35 @@ class LocalLauncher:
 
 
 def run_in_process(plan: RunPlan, on_item: Callable[[Any], None], *, poll_interval_s: float = 0.1) -> RunReport:
-    """Run ``plan`` with one worker in this process; see ``watch``."""
+    """Run ``plan`` with one worker in this process; see ``watch``.
+
+    Whatever happens, no thread of the run goes on afterwards, and torch's thread count and random state are as before.
+    """
     controller = Controller(dataclasses.replace(plan, poll_interval_s=0.05), LocalLauncher())
     thread = threading.Thread(target=controller.run, name="controller", daemon=True)
-    thread.start()
-    report = watch(controller, on_item, poll_interval_s=poll_interval_s)
-    thread.join(plan.stop_timeout_s)
+    with _torch_settings_kept():
+        thread.start()
+        try:
+            report = watch(controller, on_item, poll_interval_s=poll_interval_s)
+        except BaseException:
+            controller.abort()
+            raise
+        finally:
+            thread.join(plan.stop_timeout_s)
     _raise_failure(report, controller.failure)
     return report
+
+
+@contextlib.contextmanager
+def _torch_settings_kept() -> Iterator[None]:
+    """Put back what a worker changes for the whole process: torch's thread count and its random generators."""
+    num_threads = torch.get_num_threads()
+    devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
+    try:
+        with torch.random.fork_rng(devices=devices):
+            yield
+    finally:
+        torch.set_num_threads(num_threads)
 
 
 # ---- on a Ray cluster ---------------------------------------------------------------------------------------------

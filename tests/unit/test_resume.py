@@ -28,7 +28,7 @@ def data(tmp_path_factory) -> Path:
     return parity.write_data(tmp_path_factory.mktemp("data") / "train")
 
 
-def train(data: Path, folder: Path, max_steps: int, optimizer: str = "adam", **run):
+def train(data: Path, folder: Path, max_steps: int, optimizer: str = "adam", epochs=5, on_record=None, **run):
     """Train models.Clicks for ``max_steps`` of 5 epochs of 11 batches, in this process."""
     return shoal.ElasticTrainer(
         model=models.build,
@@ -41,7 +41,7 @@ def train(data: Path, folder: Path, max_steps: int, optimizer: str = "adam", **r
             "window_rows": 200,
         },
         train={
-            "epochs": 5,
+            "epochs": epochs,
             "max_steps": max_steps,
             "lr": 0.05,
             "log_every_steps": 5,
@@ -49,7 +49,7 @@ def train(data: Path, folder: Path, max_steps: int, optimizer: str = "adam", **r
         },
         scaling={"num_workers": 0},
         run={"name": "run", "storage_path": str(folder), **run},
-    ).fit()
+    ).fit(on_record=on_record)
 
 
 def contents(checkpoint: str, folder: Path) -> dict[str, object]:
@@ -135,3 +135,22 @@ def test_counts_and_rows_are_those_of_the_data(data, tmp_path):
     exported = [pq.read_table(p) for p in (tmp_path / "out").rglob("*.parquet") if "user" in str(p)]
     ids = np.concatenate([t["id"].to_numpy() for t in exported])
     assert sorted(ids.tolist()) == sorted(set(users.tolist()))
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, ValueError])
+def test_interrupted_driver_leaves_no_training_thread_and_torch_as_it_was(data, tmp_path, error):
+    import threading
+
+    import torch
+
+    def interrupt(item) -> None:
+        if getattr(item, "step", 0) >= 5:
+            raise error
+
+    before = set(threading.enumerate())
+    threads, state = torch.get_num_threads(), torch.get_rng_state()
+    with pytest.raises(error):
+        train(data, tmp_path, 50_000, on_record=interrupt, epochs=10_000)
+    left = {t for t in set(threading.enumerate()) - before if "controller_" not in t.name}  # idle pool threads
+    assert not left
+    assert torch.get_num_threads() == threads and torch.equal(torch.get_rng_state(), state)
