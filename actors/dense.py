@@ -148,9 +148,9 @@ class DenseReplica:
                 yield name, slot, value
 
     def load_state_tensors(self, tensors: Mapping[str, Tensor], optimizer_kind: str | None = None) -> None:
-        """Inverse of ``state_tensors``. CheckpointMismatchError lists every parameter that is missing or of another shape.
+        """Inverse of ``state_tensors``. ``optimizer_kind`` is that of the run that wrote them.
 
-        ``optimizer_kind`` is that of the run that wrote them; CheckpointMismatchError names both when this one's differs.
+        CheckpointMismatchError lists every parameter that is missing or of another shape, or names both optimizers.
         """
         if optimizer_kind is not None and optimizer_kind != self.optimizer_kind:
             raise CheckpointMismatchError(

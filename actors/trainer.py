@@ -28,7 +28,6 @@ from shoal.kernels.errors import ConfigError
 from shoal.kernels.frame import Flag
 from shoal.kernels.metrics import BinaryMetrics
 
-
 logger = logging.getLogger(__name__)
 
 

@@ -289,7 +289,7 @@ class Worker:
             self._add_part,
         )
         eval_feed = spec.eval_feed
-        trainer = Trainer(
+        trainer: Trainer = Trainer(
             dataclasses.replace(spec.loop, checkpoint_timeout_s=spec.checkpoint_timeout_s),
             model=self.model,
             session=session,
@@ -334,10 +334,9 @@ def describe_failure(error: BaseException) -> tuple[BaseException, bool]:
     code raised, or the whole message of a Shoal error that the exchange had cut. Any other exception becomes a
     PeerError, since a user's class may not unpickle elsewhere.
     """
-    known = isinstance(error, ShoalError)
     mark = error.is_origin if isinstance(error, ShoalError) else None
     is_origin = not isinstance(error, PeerError) if mark is None else mark
-    if not known or type(error) not in _PORTABLE:
+    if not isinstance(error, ShoalError) or type(error) not in _PORTABLE:
         lines = "".join(traceback.format_exception(error))
         return PeerError(f"{type(error).__name__}: {error}\n{lines}"), is_origin
     cause = error.__cause__
@@ -348,7 +347,7 @@ def describe_failure(error: BaseException) -> tuple[BaseException, bool]:
     if addition in text:
         return error, is_origin
     # RowError takes other arguments; as the DataError it is, its text is free.
-    kind = DataError if isinstance(error, RowError) else type(error)
+    kind: type[ShoalError] = DataError if isinstance(error, RowError) else type(error)
     failure = kind(f"{text}\n{addition}")
     failure.is_origin = True
     return failure, is_origin

@@ -17,9 +17,11 @@ from typing import Any, Protocol
 
 from shoal.actors.messages import Member, Progress, View, WorkerInfo, WorkerPoll
 from shoal.actors.shard_host import Restore
+from shoal.actors.trainer import COUNTER_NAMES
 from shoal.actors.worker import WorkerSpec
-from shoal.kernels.errors import CheckpointError, ClusterError, PeerError, ProtocolError
+from shoal.kernels.errors import CheckpointError, CheckpointMismatchError, ClusterError, ProtocolError
 from shoal.kernels.frame import Flag
+from shoal.platform.cause import decide_cause, find_cause
 from shoal.platform.checkpoint import CheckpointState, collect, decide_resume, list_checkpoints, write_manifest
 from shoal.platform.loadplan import plan_load
 from shoal.platform.manifest import CheckpointName, Manifest
@@ -138,6 +140,8 @@ class Controller:
         self._outcome: tuple[RunPhase, str] | None = None
         self._over: tuple[RunPhase, str] | None = None
         self._failure: BaseException | None = None
+        #: Monotonic time of the first poll that saw a failure not acted on yet.
+        self._failed_at: float | None = None
         self._restored = threading.Event()
         self._step, self._samples = 0, 0
         self._events = EventLog(plan.storage, "c0")
@@ -229,6 +233,7 @@ class Controller:
             events = self._poll_workers()
             failed = next((event for event in events if isinstance(event, WorkerFailed)), None)
             damaged = isinstance(self._failure, CheckpointError) and self._step == self._first_step
+            damaged = damaged and not isinstance(self._failure, CheckpointMismatchError)
             if failed and damaged and self.plan.resume == "auto" and self._manifest is not None:
                 self._publish("checkpoint_damaged", step=self._manifest.name.step, reason=str(self._failure))
                 refused.add(self._manifest.name)
@@ -356,24 +361,28 @@ class Controller:
     def _poll_workers(self) -> list[Event]:
         """One round of polls, in parallel; the most telling failure first."""
         events: list[Event] = []
-        failures: list[tuple[int, int, str, BaseException | None]] = []
-        for rank, answer in enumerate(self._pool.map(self._poll_one, self._handles)):
+        answers = list(self._pool.map(self._poll_one, self._handles))
+        for rank, answer in enumerate(answers):
             if isinstance(answer, BaseException):
-                failures.append((0, rank, f"worker {self._handles[rank].worker_id}: {answer}", answer))
                 continue
             self._step = max(self._step, answer.status.step)
             for record in answer.records:
                 self._record(record)
             events.extend(PartWritten(part) for part in answer.parts)
-            if answer.failure is not None:
-                weight = 2 if isinstance(answer.failure, PeerError) else 1
-                failures.append((weight, rank, answer.status.error or "", answer.failure))
-            elif answer.summary is not None:
+            if answer.failure is None and answer.summary is not None:
                 events.append(WorkerFinished(rank, answer.summary if rank == 0 else None))
-        if failures:
-            _, rank, reason, error = min(failures, key=lambda failure: failure[:2])
-            self._failure = error
-            events.append(WorkerFailed(rank, reason))
+        self._failed_at = self._failed_at or (time.monotonic() if find_cause(answers) is not None else None)
+        if self._failed_at is not None:
+            waited_s = time.monotonic() - self._failed_at
+            cause = decide_cause(answers, waited_s, saving_timeout_s=self.plan.worker.checkpoint_timeout_s)
+            if cause is not None:
+                self._failed_at = None
+                found = answers[cause]
+                if isinstance(found, BaseException):
+                    self._failure, reason = found, f"worker {self._handles[cause].worker_id}: {found}"
+                else:
+                    self._failure, reason = found.failure, found.status.error or ""
+                events.append(WorkerFailed(cause, reason))
         return events
 
     def _poll_one(self, handle: WorkerHandle) -> WorkerPoll | BaseException:
@@ -383,7 +392,7 @@ class Controller:
             return error
 
     def _write_manifest(self, order: WriteManifest) -> ManifestWritten:
-        summary = next((part.summary for part in order.parts if part.summary is not None), {})
+        summary: Mapping[str, Any] = next((part.summary for part in order.parts if part.summary is not None), {})
         manifest = Manifest(
             name=CheckpointName(self._epoch, order.step),
             run=self.plan.name,
@@ -445,7 +454,7 @@ class Controller:
             workers=len(self._handles),
             eta_s=left * values["step_ms"] / 1e3,
             phases_ms={k.split("/", 1)[1]: v for k, v in values.items() if k.startswith("phase_ms/")},
-            counters={name: values[name] for name in ("rows", "skipped_steps")},
+            counters={name: values.get(name, 0.0) for name in ("rows", "skipped_steps", *COUNTER_NAMES)},
         )
 
 
@@ -457,7 +466,7 @@ def _first_difference(a: WorkerInfo, b: WorkerInfo) -> str:
         return f"{len(a.tables)} tables against {len(b.tables)}"
     if a.dense_parameters != b.dense_parameters:
         return f"{a.dense_parameters} dense parameters against {b.dense_parameters}"
-    return "their features or the shapes of dense parameters differ"
+    return "their features, the shapes of dense parameters or their initial values differ"
 
 
 __all__ = ["ClusterError", "Controller", "RunPlan", "RunReport", "WorkerHandle", "WorkerLauncher"]
