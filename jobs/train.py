@@ -16,7 +16,9 @@ from typing import Any, Self, TypeAlias
 
 from torch import nn
 
+from shoal.actors.feed import BatchSource
 from shoal.actors.messages import Progress as EvalRecord
+from shoal.actors.worker import Seat
 from shoal.jobs.progress import Progress
 from shoal.kernels.errors import ClusterError, ConfigError
 from shoal.platform.cluster_choice import choose_cluster
@@ -30,11 +32,11 @@ from shoal.platform.config import (
     TrainConfig,
 )
 from shoal.platform.config_ray import run_config, scaling_config
-from shoal.platform.controller import RunReport
+from shoal.platform.controller import RunPlan, RunReport
 from shoal.platform.job import FactoryModel, Source, make_plan, open_source, package_versions
 from shoal.platform.launch import ClusterSpec, run_in_process, run_on_ray
 from shoal.platform.preflight import cluster_problems
-from shoal.platform.run_folder import write_run_config
+from shoal.platform.run_folder import RunRecord
 from shoal.platform.state import RunPhase
 from shoal.platform.storage import Storage
 from shoal.platform.telemetry import ProgressRecord
@@ -46,7 +48,8 @@ Model: TypeAlias = nn.Module | Callable[[], nn.Module] | ModelConfig | str
 class Result:
     """How a run ended; the fields that ray.train's Result has bear its names."""
 
-    #: Last values of the training window and of the last evaluation (``eval/...``).
+    #: Last values of the training window and of the last evaluation (``eval/...``). What never happened has no key: a
+    #: run that was stopped before its first evaluation has no ``eval/...``; use ``.get``.
     metrics: Mapping[str, float]
     #: The run's folder.
     path: str
@@ -138,17 +141,22 @@ class ElasticTrainer:
             raise ConfigError("data.train names no files to train on")
         train = open_source(config, config.data.train, is_training=True)
         evaluation = open_source(config, config.data.eval, is_training=False) if config.data.eval else None
-        digest = train.order.fingerprint()["digest"]
-        provenance = {"versions": package_versions(), "seed": config.train.seed, "data_fingerprint": digest}
-        write_run_config(Storage(config.run.run_dir), config, provenance)
         collector = _Collector(progress or Progress(), on_record)
         with collector.progress:
             if config.scaling.max_workers == 0:
-                plan = make_plan(config, self._build_model, train, evaluation, train.local_feed)
+                plan = self._plan(train, evaluation, train.local_feed)
                 report = run_in_process(plan, collector)
             else:
                 report = self._fit_on_ray(train, evaluation, collector)
         return self._result(report, collector)
+
+    def _plan(self, train: Source, evaluation: Source | None, feed: Callable[[Seat], BatchSource]) -> RunPlan:
+        config = self.config
+        digest = train.order.fingerprint()["digest"]
+        provenance = {"versions": package_versions(), "seed": config.train.seed, "data_fingerprint": digest}
+        record = RunRecord(Storage(config.run.run_dir), config, provenance)
+        plan = make_plan(config, self._build_model, train, evaluation, feed)
+        return dataclasses.replace(plan, record=record)
 
     def _fit_on_ray(self, train: Source, evaluation: Source | None, collector: _Collector) -> RunReport:
         import ray
@@ -166,7 +174,7 @@ class ElasticTrainer:
                 collector(("waiting", {"reason": "; ".join(map(str, problems))}))
             feeder = actor_name(config.run.name, "feeder")
             controller = actor_name(config.run.name, "controller")
-            plan = make_plan(config, self._build_model, train, evaluation, RayFeedMaker(train, feeder))
+            plan = self._plan(train, evaluation, RayFeedMaker(train, feeder))
             bundle = {"CPU": scaling.cpus_per_worker, **scaling.custom_resources}
             if scaling.use_gpu:
                 bundle["GPU"] = scaling.gpus_per_worker
@@ -182,7 +190,8 @@ class ElasticTrainer:
         summary = report.summary or {}
         evaluated = {f"eval/{name}": value for name, value in summary.get("eval", {}).items()}
         return Result(
-            metrics={**summary.get("train", {}), **evaluated},
+            # A run that was stopped may have no summary: then what its records said last.
+            metrics={**collector.last_values, **summary.get("train", {}), **evaluated},
             path=self.config.run.run_dir,
             steps=int(summary.get("step", report.step)),
             checkpoint=infos[-1].uri if infos else None,
@@ -197,16 +206,22 @@ class _Collector:
     def __init__(self, progress: Progress, on_record: Callable[[Any], None] | None) -> None:
         self.progress = progress
         self.records: list[ProgressRecord] = []
+        #: Metric -> its last value among all records.
+        self.last_values: dict[str, float] = {}
         self._on_record = on_record
 
     def __call__(self, item: Any) -> None:
         if isinstance(item, ProgressRecord):
             self.records.append(item)
+            shown = ("loss", "ne", "auc", "calibration", "samples_per_s", "exchange_ms")
+            values = {name: getattr(item, name) for name in shown}
+            self.last_values |= {name: value for name, value in values.items() if value is not None}
             self.progress.update(item)
         elif isinstance(item, EvalRecord):
+            self.last_values |= item.values
             shown = ("auc", "log_loss", "ne", "calibration", "num_samples")
-            values = " ".join(f"{name}={item.values[f'eval/{name}']:.6g}" for name in shown)
-            self.progress.note(f"eval step={item.step} {values}")
+            text = " ".join(f"{name}={item.values[f'eval/{name}']:.6g}" for name in shown)
+            self.progress.note(f"eval step={item.step} {text}")
         else:
             kind, fields = item
             self.progress.note(" ".join([f"event={kind}", *(f"{k}={v}" for k, v in fields.items())]))

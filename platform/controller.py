@@ -23,6 +23,7 @@ from shoal.kernels.errors import CheckpointError, CheckpointMismatchError, Clust
 from shoal.kernels.frame import Flag
 from shoal.platform.cause import decide_cause, find_cause
 from shoal.platform.checkpoint import CheckpointState, collect, decide_resume, list_checkpoints, write_manifest
+from shoal.platform.epochs import claim_epoch, newest_epoch
 from shoal.platform.loadplan import plan_load
 from shoal.platform.manifest import CheckpointName, Manifest
 from shoal.platform.placement import ShardingType, TableLoad, plan_placement
@@ -93,6 +94,8 @@ class RunPlan:
     memory_bytes_per_worker: int | None = None
     transport: str = "auto"
     resume: str | int = "auto"
+    #: Called once the run is accepted: its checkpoint is chosen, and its data is what it was.
+    record: Callable[[], None] = lambda: None
     num_to_keep: int | None = 2
     #: What identifies the data order (D2), and the check of a stored one against it.
     data_fingerprint: Mapping[str, Any] = dataclasses.field(default_factory=dict)
@@ -144,6 +147,7 @@ class Controller:
         self._failed_at: float | None = None
         self._restored = threading.Event()
         self._step, self._samples = 0, 0
+        self._epoch = -1
         self._events = EventLog(plan.storage, "c0")
         self._metrics: MetricWriter | None = None
         self._gauges: RayGauges | None = None
@@ -220,6 +224,8 @@ class Controller:
     def _try_run(self, refused: set[CheckpointName]) -> bool:
         """One attempt. False: the checkpoint is damaged and another is to be tried; ``refused`` has grown."""
         self._choose_checkpoint(refused)
+        self.plan.record()
+        claim_epoch(self.plan.storage, self._epoch, self._first_step)
         self._state = ControllerState(max(1, self.plan.num_workers), self._epoch)
         self._launch()
         if self._stop_reason is not None:
@@ -262,7 +268,9 @@ class Controller:
         infos = list_checkpoints(self.plan.storage)
         decision = decide_resume(infos, self.plan.resume, exclude=refused, where=f"run {self.plan.name!r}")
         self._manifest = decision.manifest
-        self._epoch = max((info.name.epoch for info in infos), default=-1) + 1
+        # V1: an attempt that wrote no checkpoint has used its number all the same.
+        used = (self._epoch, newest_epoch(self.plan.storage), *(info.name.epoch for info in infos))
+        self._epoch = max(used) + 1
         if decision.manifest is not None:
             self.plan.check_fingerprint(decision.manifest.cursor.get("order", {}))
         if infos:

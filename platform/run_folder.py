@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -17,6 +18,22 @@ CONFIG_NAME = "config.yaml"
 def write_run_config(storage: Storage, config: JobConfig, provenance: Mapping[str, Any]) -> None:
     """Record the resolved configuration of a run. ``provenance``: versions, seed, data fingerprint."""
     storage.write_bytes(CONFIG_NAME, dump_config(config, provenance).encode())
+
+
+@dataclasses.dataclass(frozen=True)
+class RunRecord:
+    """Writes the configuration of a run once it is accepted; picklable, for the controller does it.
+
+    ``run.resume`` is of the one start, not of the run: the folder keeps ``auto``.
+    """
+
+    storage: Storage
+    config: JobConfig
+    provenance: Mapping[str, Any]
+
+    def __call__(self) -> None:
+        config = self.config.replace(run=self.config.run.replace(resume="auto"))
+        write_run_config(self.storage, config, self.provenance)
 
 
 def read_run_config(run_dir: str, overrides: Sequence[str] = ()) -> JobConfig:

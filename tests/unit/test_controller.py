@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 from shoal.actors.messages import SnapshotPart, WorkerInfo, WorkerPhase, WorkerPoll, WorkerStatus
 from shoal.kernels.errors import CheckpointError, ClusterError
 from shoal.platform.controller import Controller, RunPlan
+from shoal.platform.epochs import newest_epoch
 from shoal.platform.placement import ShardingType
 from shoal.platform.state import RunPhase
 from shoal.platform.storage import Storage
@@ -203,3 +205,21 @@ def test_error_of_an_actor_is_told_by_its_first_and_last_line():
     told = _told(RuntimeError(text))
     assert told == "The actor died in its creation task ... ModuleNotFoundError: No module named 'm'"
     assert _told(RuntimeError("one")) == "one" and _told(RuntimeError("")) == "RuntimeError"
+
+
+def test_epoch_number_is_never_reused_though_no_checkpoint_was_written(tmp_path):
+    epochs = []
+    for _ in range(3):
+        handle = FakeHandle("0", [ClusterError("it died")])
+        assert Controller(make_plan(tmp_path), FakeLauncher([handle])).run() is RunPhase.FAILED
+        epochs.append(handle.views[0].epoch)
+    assert epochs == [0, 1, 2]  # V1
+    assert newest_epoch(Storage(str(tmp_path))) == 2
+
+
+def test_run_is_recorded_once_it_is_accepted(tmp_path):
+    recorded: list[str] = []
+    plan = make_plan(tmp_path, record=lambda: recorded.append("x"), resume="must")
+    launcher = FakeLauncher([FakeHandle("0", [FINISHED])])
+    assert Controller(plan, launcher).run() is RunPhase.FAILED and not recorded
+    assert Controller(dataclasses.replace(plan, resume="auto"), launcher).run() is RunPhase.FINISHED and recorded

@@ -119,6 +119,20 @@ def test_other_data_or_batch_size_is_refused_by_name(data, tmp_path):
         train(other, tmp_path, 8)
 
 
+def test_refused_start_leaves_the_config_of_the_run_as_it_was(data, tmp_path):
+    train(data, tmp_path, 4)
+    path = tmp_path / "run" / "config.yaml"
+    first = path.read_text()
+    other = parity.write_data(tmp_path / "other", num_rows=500)
+    with pytest.raises(ConfigError):
+        train(other, tmp_path, 8)
+    with pytest.raises(CheckpointError):
+        train(data, tmp_path, 8, resume=5)
+    assert path.read_text() == first
+    train(data, tmp_path, 8, resume=4)
+    assert "max_steps: 8" in path.read_text() and "resume: auto" in path.read_text()
+
+
 def test_other_optimizer_is_refused_table_by_table(data, tmp_path):
     # Storage fault 31.
     train(data, tmp_path, 4)
