@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -21,7 +22,7 @@ def data(tmp_path_factory) -> Path:
     return parity.write_data(tmp_path_factory.mktemp("data") / "train")
 
 
-def trainer(data: Path, folder: Path, *, workers: int, max_steps: int = 24, name: str = "run", **run):
+def trainer(data: Path, folder: Path, *, workers: int, max_steps: int = 24, name: str = "run", scaling=None, **run):
     import models
 
     import shoal
@@ -38,7 +39,7 @@ def trainer(data: Path, folder: Path, *, workers: int, max_steps: int = 24, name
             "window_rows": 200,
         },
         train={"epochs": 5, "max_steps": max_steps, "lr": 0.05, "log_every_steps": 8},
-        scaling={"num_workers": workers},
+        scaling={"num_workers": workers, **(scaling or {})},
         run={"name": name, "storage_path": str(folder), **run},
     )
 
@@ -144,3 +145,18 @@ def test_reaping_a_run_spares_its_controller_and_other_runs(local_ray):
 
     release_group(groups[1])
     [ray.kill(actor) for actor in actors[1:]]
+
+
+def test_ctrl_c_while_the_cluster_has_no_room_ends_the_run_at_once(local_ray, data, tmp_path):
+    import signal
+
+    def interrupt(item) -> None:
+        if isinstance(item, tuple) and item[0] == "launch":
+            os.kill(os.getpid(), signal.SIGINT)
+
+    scaling = {"resources_per_worker": {"CPU": 64}}
+    waiting = trainer(data, tmp_path, workers=2, name="waiting", scaling=scaling)
+    started = time.monotonic()
+    assert waiting.fit(on_record=interrupt).is_stopped
+    assert time.monotonic() - started < 60  # not the 180 s of start_timeout_s
+    assert actors_of("waiting") == [] and groups_of("waiting") == []
