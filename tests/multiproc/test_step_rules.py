@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import sys
 from pathlib import Path
 
@@ -16,6 +17,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 import parity
 import world as worlds
 
+from shoal.actors.worker import Worker
+from shoal.kernels.frame import Flag
 from shoal.kernels.spec import OptimizerKind, OptimizerSpec
 from shoal.platform.job import Source
 
@@ -68,6 +71,29 @@ class LearnedWeights(nn.Module):
         logits = self.bags(kjt).values().sum(dim=1)
         losses = nn.functional.binary_cross_entropy_with_logits(logits, batch.labels, reduction="none")
         return losses, torch.sigmoid(logits)
+
+
+class FailsBeforeItsSecondLookup(TwoLookups):
+    """On one rank only: its peers are then in the extra lookup's header."""
+
+    def forward(self, batch):
+        if batch.position and batch.position % 50:
+            raise RuntimeError("broke before the lookup")
+        return super().forward(batch)
+
+
+class FailsInEvaluation(parity.TinyModel):
+    def forward(self, batch):
+        if not self.training:
+            raise RuntimeError("the evaluation broke here")
+        return super().forward(batch)
+
+
+class Regression(parity.TinyModel):
+    def forward(self, batch):
+        batch.labels.mul_(7.5)
+        losses, predictions = super().forward(batch)
+        return losses, predictions
 
 
 @pytest.fixture(scope="module")
@@ -204,3 +230,55 @@ class MeanLoss(parity.TinyModel):
     def forward(self, batch):
         losses, _ = super().forward(batch)
         return losses.mean()
+
+
+def test_a_rank_that_fails_before_an_extra_lookup_names_itself(source, tmp_path):
+    # Its peers' header must not meet the frames of its gradients.
+    spec = parity.worker_spec("early", source, SGD, tmp_path, model=FailsBeforeItsSecondLookup, checkpoint_at_end=False)
+    (outcome,) = run(2, spec)
+    assert outcome.errors[1] is not None and "broke before the lookup" in outcome.errors[1], outcome.errors
+    assert outcome.errors[0] is not None and "SHOAL-502" in outcome.errors[0], outcome.errors
+
+
+def test_the_checkpoint_comes_before_an_evaluation_that_fails(source, tmp_path):
+    spec = parity.worker_spec("eval", source, SGD, tmp_path, model=FailsInEvaluation, eval_steps=1)
+    worker = Worker("0", dataclasses.replace(spec, eval_feed=source.local_feed))
+    worker.prepare("here")
+    worker.start(worlds.make_view(worker, 1, run="eval", epoch=0, store=("", 0), transport="auto"), 0)
+    worker.join(60)
+    assert worker._writer is not None
+    worker._writer.wait(60)
+    poll = worker.poll()
+    assert poll.is_origin and "the evaluation broke here" in str(poll.failure)
+    assert [part.step for part in poll.parts] == [8] and poll.parts[0].error is None
+
+
+def test_a_stopped_run_writes_a_checkpoint_also_when_none_is_wanted_at_the_end(source, tmp_path):
+    worker = Worker("0", parity.worker_spec("stop", source, SGD, tmp_path, checkpoint_at_end=False))
+    worker.prepare("here")
+    worker.request(int(Flag.STOP))
+    worker.start(worlds.make_view(worker, 1, run="stop", epoch=0, store=("", 0), transport="auto"), 0)
+    worker.join(60)
+    poll = worker.poll()
+    assert poll.summary is not None and poll.summary["stopped"] and [part.step for part in poll.parts] == [1]
+
+
+def test_labels_outside_0_1_switch_metrics_off(source, tmp_path):
+    spec = parity.worker_spec("labels", source, SGD, tmp_path, model=Regression, checkpoint_at_end=False)
+    (outcome,) = run(0, spec)
+    assert outcome.errors == [None] and outcome.summary["step"] == 8
+
+
+def test_initial_dense_values_are_part_of_what_ranks_compare(source, tmp_path):
+    # A factory that draws from numpy's generator gives each process its own values.
+    def build(value):
+        model = parity.TinyModel()
+        torch.nn.init.constant_(next(model.over.parameters()), value)
+        return model
+
+    spec = parity.worker_spec("values", source, SGD, tmp_path)
+    hashes = [
+        Worker("0", dataclasses.replace(spec, build_model=functools.partial(build, value))).prepare("here").model_hash
+        for value in (0.1, 0.2, 0.1)
+    ]
+    assert hashes[0] == hashes[2] != hashes[1]
