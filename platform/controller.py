@@ -382,7 +382,7 @@ class Controller:
         self._failed_at = self._failed_at or (time.monotonic() if find_cause(answers) is not None else None)
         if self._failed_at is not None:
             waited_s = time.monotonic() - self._failed_at
-            cause = decide_cause(answers, waited_s, saving_timeout_s=self.plan.worker.checkpoint_timeout_s)
+            cause = decide_cause(answers, waited_s, saving_timeout_s=self.plan.checkpoint_timeout_s)
             if cause is not None:
                 self._failed_at = None
                 found = answers[cause]
