@@ -1,8 +1,8 @@
 """Snapshot: one worker's part of a checkpoint, written from a cut while training goes on (PROTOCOLS K1, C1).
 
-Data files only: their entries go to the controller, which alone writes the manifest. Memory is bounded by two parts and
-one row block, whatever the size of the tables: parts are written by two threads, so that checksum and copy of one
-overlap with the disk's work on the other.
+Data files only: their entries go to the controller, which alone writes the manifest. Memory is bounded by WRITERS
+parts and one row block, whatever the size of the tables: parts are written by as many threads, so that export, checksum
+and copy of some overlap with the disk's work on others.
 """
 
 from __future__ import annotations
@@ -30,8 +30,10 @@ T = TypeVar("T")
 DENSE_PATH = "dense.safetensors"
 #: A part file is closed when it holds this many bytes of rows. It is the unit of reading and of checking.
 PART_BYTES = 64 * 2**20
-#: Small row blocks are put together into record batches of at least this many bytes.
-BATCH_BYTES = 4 * 2**20
+#: Parts that are written at once. A thread spends most of its time in the sync, with the disk.
+WRITERS = 4
+#: Small row blocks are put together, which copies them, into record batches of at least this many bytes.
+BATCH_BYTES = 2**20
 # The limiter sleeps between writes of this size, so that a slow limit is smooth.
 _WRITE_BYTES = 2**20
 
@@ -139,13 +141,13 @@ def write_snapshot(
     pending: deque[Future[FileEntry]] = deque()
     entries: list[FileEntry] = []
     try:
-        with ThreadPoolExecutor(max_workers=2, thread_name_prefix="shoal-snapshot") as pool:
+        with ThreadPoolExecutor(max_workers=WRITERS, thread_name_prefix="shoal-snapshot") as pool:
             try:
                 for spec, part, pieces in _parts(source, owned, tables, part_bytes):
                     paths.append(part_path(spec.name, rank, part))
                     pending.append(pool.submit(_write_part, storage, directory, paths[-1], spec, pieces, limiter))
                     del pieces
-                    if len(pending) == 2:
+                    if len(pending) == WRITERS:
                         entries.append(pending.popleft().result())
                 entries.extend(future.result() for future in pending)
             except BaseException:
