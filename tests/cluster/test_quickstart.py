@@ -50,8 +50,8 @@ def test_quickstart_trains_with_two_workers_and_prints_every_row(local_ray, tmp_
     for row in ("DLRM, shoal, 2 workers", "logistic regression, scikit-learn, same split", "RecBole quick start"):
         assert sum(line.startswith(row) for line in text.splitlines()) == 1, text
     assert "shoal train" in text and "shoal eval" in text
-    # Ten epochs of one batch each; ten steps are too few to beat anything but chance.
-    assert report["steps"] == 10 and report["dlrm"]["auc"] > 0.5
+    # Epochs of one batch each: too few steps to beat anything but chance.
+    assert report["steps"] == 12 and report["dlrm"]["auc"] > 0.5
     assert 0.6 < report["logistic_regression"]["auc"] < 1
     config = load_config(report["job"])
     assert config.scaling.num_workers == 2 and config.run.run_dir == report["run_dir"]
