@@ -10,6 +10,9 @@ namespace shoal::step {
 namespace {
 
 constexpr int64_t kOutputBlockBytes = 256 << 10;  // a block of output rows is written while it is in L2
+// Wide outputs: fewer samples than this a block, and a visit to a feature is over before its first row has arrived.
+// Measured at 1,000 features of 16 columns: blocks of 64 samples pool a quarter faster than blocks of 8.
+constexpr int64_t kBlockSamplesMin = 64;
 // An output beyond this will not be in a core's caches when its reader comes: it is written past them.
 constexpr int64_t kStreamBytes = 16 << 20;
 constexpr int64_t kSequenceBlock = 1024;
@@ -196,8 +199,11 @@ void Lookup::pool(const int64_t* sources, float* const* outputs) {
   for (int o = 0; o < plan_->num_outputs(); ++o) {
     if (plan_->pooled[o].empty()) continue;
     const int64_t stride = plan_->output_strides[o];
+    // Every thread should have two blocks, as long as they are of 8 samples or more.
+    const int64_t share = batch_size_ / (2 * plan_->threads->count()) / 8 * 8;
+    const int64_t shortest = std::clamp<int64_t>(share, 8, kBlockSamplesMin);
     const int64_t block =
-        std::clamp<int64_t>(kOutputBlockBytes / std::max<int64_t>(1, stride * 4) / 8 * 8, 8, 4096);
+        std::clamp<int64_t>(kOutputBlockBytes / std::max<int64_t>(1, stride * 4) / 8 * 8, shortest, 4096);
     plan_->threads->run((batch_size_ + block - 1) / block, [&](int64_t task, int) {
       pool_block(o, task * block, std::min(batch_size_, (task + 1) * block), outputs[o]);
     });
