@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import ctypes
 import dataclasses
-import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -22,6 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from shoal.actors.phases import PhaseClock
 from shoal.actors.sharded import ModelTables
 from shoal.kernels.dense_reduce import DenseReducer
 from shoal.kernels.errors import DataError, NonFiniteError, PeerError, ShoalError
@@ -83,29 +83,6 @@ class _WeightedLookup(torch.autograd.Function):
         for total, grad in zip(round_.grads, grads):
             total += grad
         return (None, round_.lookup.weight_grad(grads), *(None for _ in grads))
-
-
-class PhaseClock:
-    """Seconds per named phase of the current step; ``take`` returns and clears them."""
-
-    def __init__(self) -> None:
-        self._seconds: dict[str, float] = {}
-        self._last = time.perf_counter()
-
-    def start(self) -> None:
-        """Start a phase whose name is known only at its end."""
-        self._last = time.perf_counter()
-
-    def mark(self, phase: str) -> None:
-        """End the running phase as ``phase``; the next begins."""
-        now = time.perf_counter()
-        self._seconds[phase] = self._seconds.get(phase, 0.0) + now - self._last
-        self._last = now
-
-    def take(self) -> dict[str, float]:
-        """Seconds per phase since the last call."""
-        seconds, self._seconds = self._seconds, {}
-        return seconds
 
 
 class Session:

@@ -28,14 +28,6 @@ class ModelTables:
     #: (module path, module), index = FeatureSpec.collection.
     collections: tuple[tuple[str, Collection], ...]
 
-    def is_pooled(self, collection: int) -> bool:
-        """Whether the collection returns one vector per bag (EmbeddingBagCollection) or one per id."""
-        return isinstance(self.collections[collection][1], EmbeddingBagCollection)
-
-    def features_of(self, collection: int) -> list[tuple[int, FeatureSpec]]:
-        """(feature index, feature) of one collection, in output order."""
-        return [(i, f) for i, f in enumerate(self.features) if f.collection == collection]
-
 
 def describe_model(
     model: nn.Module, make_spec: Callable[[BaseEmbeddingConfig], TableSpec], policies: Mapping[str, IdPolicy]

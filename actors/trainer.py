@@ -12,8 +12,7 @@ import dataclasses
 import logging
 import threading
 import time
-from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -21,7 +20,9 @@ import torch
 from torch import Tensor, nn
 
 from shoal.actors.dense import DenseReplica
+from shoal.actors.feed import BatchSource
 from shoal.actors.messages import Progress, WorkerPhase
+from shoal.actors.phases import StepWindow
 from shoal.actors.session import Session, StepHead, non_finite_error
 from shoal.kernels.batch import Batch
 from shoal.kernels.errors import ConfigError
@@ -29,18 +30,6 @@ from shoal.kernels.frame import Flag
 from shoal.kernels.metrics import BinaryMetrics
 
 logger = logging.getLogger(__name__)
-
-
-class BatchSource(Protocol):
-    """What feeds a rank: its slice of each global batch, in step order."""
-
-    def next_batch(self, step: int) -> Batch:
-        """This rank's rows of global batch ``step``; 0 rows where the batch is too small."""
-        ...
-
-    def close(self) -> None:
-        """Release threads and memory."""
-        ...
 
 
 class LearningRates(Protocol):
@@ -127,7 +116,7 @@ class Trainer:
         self._requested = Flag(0)
         self._request_lock = threading.Lock()
         self._has_metrics = True
-        self._window = _Window()
+        self._window = StepWindow()
 
     @property
     def rank(self) -> int:
@@ -340,64 +329,6 @@ class Trainer:
             other.load_state_dict(dict(zip(state, integers.split(sizes))))
             merged.merge_(other)
         return merged, tuple(total.tolist())
-
-
-#: What a Progress counts over all ranks since the previous one, besides samples: see ``_Window.counts``.
-COUNTER_NAMES = ("ids_dropped", "ids_remapped", "data_policy_hits")
-
-
-class _Window:
-    """What happened since the last progress record."""
-
-    def __init__(self) -> None:
-        self.last_values: dict[str, float] = {}
-        self.restart()
-
-    def restart(self) -> None:
-        self.steps = 0
-        self.samples = 0
-        self.loss_sum = 0.0
-        #: Of this rank: ids dropped, ids replaced, and rows or values a data policy acted on.
-        self.counts = [0, 0, 0]
-        self.started = time.perf_counter()
-        self.phases: defaultdict[str, float] = defaultdict(float)
-
-    def add(self, seconds: float, samples: int, phases: Mapping[str, float]) -> None:
-        self.steps += 1
-        self.samples += samples
-        for name, value in phases.items():
-            self.phases[name] += value
-
-    def add_counts(self, *counts: int) -> None:
-        self.counts = [total + count for total, count in zip(self.counts, counts)]
-
-    def add_loss(self, loss: float) -> None:
-        self.loss_sum += loss
-
-    def progress(self, trainer: Trainer, metrics: BinaryMetrics, sums: Sequence[float]) -> Progress:
-        """The record of this window; ``sums``: over all ranks of the loss, the rows and ``counts``."""
-        loss, num_rows, *counts = sums
-        elapsed = max(time.perf_counter() - self.started, 1e-9)
-        steps = max(self.steps, 1)
-        window = metrics.compute(window=True)
-        exchange_s = self.phases["F"] + self.phases["B"]
-        self.last_values = {
-            "loss": loss / steps,
-            "samples": float(trainer.num_samples),
-            "samples_per_s": self.samples / elapsed,
-            "step_ms": 1e3 * elapsed / steps,
-            "exchange_ms": 1e3 * exchange_s / steps,
-            "ne": window["ne"],
-            "auc": window["auc"],
-            "calibration": window["calibration"],
-            "log_loss": window["log_loss"],
-            "lifetime/auc": metrics.compute()["auc"],
-            "rows": num_rows,
-            "skipped_steps": float(trainer.skipped_steps),
-            **dict(zip(COUNTER_NAMES, counts, strict=True)),
-            **{f"phase_ms/{name}": 1e3 * seconds / steps for name, seconds in sorted(self.phases.items())},
-        }
-        return Progress(kind="train", step=trainer.step, values=dict(self.last_values), seconds=elapsed)
 
 
 def split_outputs(outputs: Any, num_samples: int) -> tuple[Tensor, Tensor | None]:

@@ -23,12 +23,13 @@ from torch import nn
 
 from shoal.actors.dense import DenseOptimizerSpec, DenseReplica
 from shoal.actors.embedding import lazy_tables
+from shoal.actors.feed import BatchSource
 from shoal.actors.groups import Groups, GroupSpec, form, run_hash
 from shoal.actors.messages import Progress, SnapshotPart, View, WorkerInfo, WorkerPhase, WorkerPoll, WorkerStatus
 from shoal.actors.session import Session
 from shoal.actors.shard_host import Restore, ShardHost, SnapshotWriter
 from shoal.actors.sharded import describe_model
-from shoal.actors.trainer import BatchSource, LearningRates, LoopSpec, Trainer
+from shoal.actors.trainer import LearningRates, LoopSpec, Trainer
 from shoal.kernels import errors
 from shoal.kernels.errors import DataError, PeerError, RowError, ShoalError
 from shoal.kernels.exchange import Exchange

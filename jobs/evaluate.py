@@ -9,9 +9,9 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
+from shoal.actors.feed import BatchSource
 from shoal.actors.messages import Member, View
 from shoal.actors.shard_host import Restore
-from shoal.actors.trainer import BatchSource
 from shoal.actors.worker import Seat, Worker, WorkerSpec
 from shoal.kernels.errors import CheckpointError, ConfigError
 from shoal.platform.checkpoint import decide_resume, list_checkpoints

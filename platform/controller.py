@@ -16,8 +16,8 @@ from concurrent.futures import ThreadPoolExecutor, wait
 from typing import Any, Protocol
 
 from shoal.actors.messages import Member, Progress, View, WorkerInfo, WorkerPoll
+from shoal.actors.phases import COUNTER_NAMES
 from shoal.actors.shard_host import Restore
-from shoal.actors.trainer import COUNTER_NAMES
 from shoal.actors.worker import WorkerSpec
 from shoal.kernels.errors import CheckpointError, CheckpointMismatchError, ClusterError, ProtocolError
 from shoal.kernels.frame import Flag
