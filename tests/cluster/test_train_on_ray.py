@@ -22,7 +22,17 @@ def data(tmp_path_factory) -> Path:
     return parity.write_data(tmp_path_factory.mktemp("data") / "train")
 
 
-def trainer(data: Path, folder: Path, *, workers: int, max_steps: int = 24, name: str = "run", scaling=None, **run):
+def trainer(
+    data: Path,
+    folder: Path,
+    *,
+    workers: int,
+    max_steps: int = 24,
+    name: str = "run",
+    epochs: int = 5,
+    scaling=None,
+    **run,
+):
     import models
 
     import shoal
@@ -38,7 +48,7 @@ def trainer(data: Path, folder: Path, *, workers: int, max_steps: int = 24, name
             "batch_size": 64,
             "window_rows": 200,
         },
-        train={"epochs": 5, "max_steps": max_steps, "lr": 0.05, "log_every_steps": 8},
+        train={"epochs": epochs, "max_steps": max_steps, "lr": 0.05, "log_every_steps": 8},
         scaling={"num_workers": workers, **(scaling or {})},
         run={"name": name, "storage_path": str(folder), **run},
     )
@@ -118,14 +128,18 @@ def test_killed_controller_leaves_nothing_behind_and_the_name_is_free_again(loca
     from shoal.actors.runtime import NAMESPACE, actor_name
     from shoal.kernels.errors import ClusterError
 
+    killed: list[int] = []
+
     def kill_controller(item) -> None:
-        if getattr(item, "step", 0) >= 8:
+        if getattr(item, "step", 0) >= 8 and not killed:
+            killed.append(item.step)
             ray.kill(ray.get_actor(actor_name("headless", "controller"), namespace=NAMESPACE))
 
     with pytest.raises(ClusterError, match="controller died"):
-        trainer(data, tmp_path, workers=2, max_steps=5000, name="headless").fit(on_record=kill_controller)
+        long = trainer(data, tmp_path, workers=2, max_steps=20_000, epochs=2_000, name="headless")
+        long.fit(on_record=kill_controller)
     assert actors_of("headless") == [] and groups_of("headless") == []
-    assert trainer(data, tmp_path, workers=2, max_steps=8, name="headless").fit().steps == 8
+    assert trainer(data, tmp_path, workers=2, max_steps=8, epochs=2_000, name="headless").fit().steps == 8
 
 
 class Idle:
