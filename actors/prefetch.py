@@ -36,6 +36,8 @@ class Prefetcher:
         self._describe = describe
         self._changed = threading.Condition()
         self._next = start_step
+        # The consumer's step: batches before it are not kept, or they would fill the bound and nothing could follow.
+        self._wanted = start_step
         self._loading: int | None = None
         self._ready: dict[int, Batch] = {}
         self._error: BaseException | None = None
@@ -51,6 +53,7 @@ class Prefetcher:
         with self._changed:
             if self._error is None and step not in self._ready and step not in (self._loading, self._next):
                 self._seek(step)
+            self._want(step)
             while self._error is None and step not in self._ready:
                 assert not self._is_closed, "the feed is closed"
                 left_s = deadline - time.monotonic()
@@ -63,8 +66,7 @@ class Prefetcher:
             if self._error is not None:
                 raise self._error
             batch = self._ready[step]
-            self._ready = {later: kept for later, kept in self._ready.items() if later > step}
-            self._changed.notify_all()
+            self._want(step + 1)
             return batch
 
     def restart(self, step: int) -> None:
@@ -79,6 +81,12 @@ class Prefetcher:
             self._changed.notify_all()
         self._thread.join(5.0)
 
+    def _want(self, step: int) -> None:
+        """With the lock held. Forget what the consumer has passed, which makes room for what follows."""
+        self._wanted = step
+        self._ready = {later: kept for later, kept in self._ready.items() if later >= step}
+        self._changed.notify_all()
+
     def _seek(self, step: int) -> None:
         """With the lock held. A load in progress belongs to an older generation now, so its result is dropped."""
         self._generation += 1
@@ -86,7 +94,7 @@ class Prefetcher:
         self._error = None
         self._loading = None
         self._next = step
-        self._changed.notify_all()
+        self._want(step)
 
     def _may_load(self) -> bool:
         is_past_end = self._stop_step is not None and self._next >= self._stop_step
@@ -110,7 +118,7 @@ class Prefetcher:
                 if generation != self._generation:
                     continue
                 self._loading = None
-                if batch is not None:
+                if batch is not None and step >= self._wanted:
                     self._ready[step] = batch
                 self._error = error
                 self._changed.notify_all()

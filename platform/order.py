@@ -264,8 +264,11 @@ class VirtualOrder:
             start = max(start, window.start - batch.start)
             stop = min(stop, window.stop - batch.start)
             if start < stop:
-                first = lane_of(start, batch.num_rows, lanes)
-                needed.update(range(first, lane_of(stop - 1, batch.num_rows, lanes) + 1))
+                first, last = (lane_of(row, batch.num_rows, lanes) for row in (start, stop - 1))
+                # A batch shorter than the number of lanes leaves lanes empty between those that hold its rows.
+                is_short = batch.num_rows < lanes
+                rows = (lane_of(row, batch.num_rows, lanes) for row in range(start, stop))
+                needed.update(rows if is_short else range(first, last + 1))
             if len(needed) == lanes:
                 break
         return tuple(sorted(needed))

@@ -17,7 +17,13 @@ import shutil
 import tempfile
 from collections.abc import Iterator
 
+import hypothesis
 import pytest
+
+# CI repeats the same examples, so that a run says something about the change and not about luck; elsewhere every run
+# draws new ones and prints what reproduces a failure.
+hypothesis.settings.register_profile("ci", derandomize=True, print_blob=True)
+hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "default")
 
 
 def _child_pids() -> set[int]:

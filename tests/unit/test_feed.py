@@ -134,6 +134,30 @@ def test_any_step_may_be_the_first_and_the_next(folder: Path) -> None:
         feed.close()
 
 
+def test_a_step_asked_for_while_the_one_before_is_loading_does_not_wait_for_ever() -> None:
+    # Step 4 is being loaded when step 5 is wanted: the batch of 4, never taken, must not fill the bound.
+    import threading
+
+    from shoal.actors.prefetch import Prefetcher
+
+    may_finish, has_started = threading.Event(), threading.Event()
+
+    def load(step: int):  # type: ignore[no-untyped-def]
+        if step == 4:
+            has_started.set()
+            may_finish.wait(20)
+        return step
+
+    prefetcher = Prefetcher(load, start_step=4, stop_step=None, depth=1, timeout_s=10, describe=str)
+    try:
+        has_started.wait(20)
+        threading.Timer(0.2, may_finish.set).start()
+        assert prefetcher.get(5) == 5
+        assert [prefetcher.get(step) for step in (6, 7, 2, 3)] == [6, 7, 2, 3]
+    finally:
+        prefetcher.close()
+
+
 def test_one_row_and_three_workers_gives_empty_batches_of_the_right_types(tmp_path: Path) -> None:
     pq.write_table(rows(0, 1), tmp_path / "one.parquet")
     dataset, order = make(tmp_path)
