@@ -151,7 +151,7 @@ class WorkerActor:
         start_watchdog(lambda: self._worker.last_contact, orphan_s, f"worker {worker_id} of run {spec.run}")
 
     def prepare(self) -> WorkerInfo:
-        return self._worker.prepare(ray.get_runtime_context().get_node_id())
+        return self._worker.prepare(ray.get_runtime_context().get_node_id(), ray.util.get_node_ip_address())
 
     def start(self, *args: Any) -> None:
         self._worker.start(*args)

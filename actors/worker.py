@@ -98,6 +98,7 @@ class Worker:
         self._is_origin = False
         self._phase, self._step, self._since = WorkerPhase.STARTING, 0, time.monotonic()
         self._rank, self._epoch = -1, -1
+        self._address = ""
         self._requested = Flag(0)
         self._thread: threading.Thread | None = None
         self._groups: Groups | None = None
@@ -108,12 +109,14 @@ class Worker:
 
     # ---- what the controller calls --------------------------------------------------------------------------------
 
-    def prepare(self, host: str | None = None) -> WorkerInfo:
+    def prepare(self, host: str | None = None, address: str = "") -> WorkerInfo:
         """Build the model (tables take no memory yet) and describe it.
 
         Args:
             host: the network locality this worker is on; by default the machine's name.
+            address: where workers of other hosts reach this one; by default Gloo's own choice.
         """
+        self._address = address
         torch.set_num_threads(self.spec.num_threads)
         torch.manual_seed(self.spec.loop.seed)
         with lazy_tables():
@@ -232,6 +235,8 @@ class Worker:
                 store_host=view.store_host,
                 store_port=view.store_port,
                 transport=view.transport,
+                # Among ranks of one host Gloo listens on loopback; across hosts it may choose that too, unless told.
+                bind_address=self._address if len(set(view.hosts)) > 1 else "",
                 form_timeout_s=spec.start_timeout_s,
                 timeout_s=spec.op_timeout_s,
             )
