@@ -29,7 +29,7 @@ T = TypeVar("T")
 
 DENSE_PATH = "dense.safetensors"
 #: A part file is closed when it holds this many bytes of rows. It is the unit of reading and of checking.
-PART_BYTES = 64 * 2**20
+PART_BYTES = 32 * 2**20
 #: Parts that are written at once. A thread spends most of its time in the sync, with the disk.
 WRITERS = 4
 #: Small row blocks are put together, which copies them, into record batches of at least this many bytes.
