@@ -224,8 +224,20 @@ class Worker:
                 logger.exception("worker=%s action=leave", self.worker_id)
 
     def _train(self, view: View, restore: Restore | None) -> Mapping[str, Any]:
+        torch.set_num_threads(self.spec.num_threads)
+        self.shards = ShardHost(self.model_tables.tables, view, self._rank, num_threads=self.spec.num_threads)
+        self._session = self._open_session(view, self.shards)
+        trainer, self._writer = self._make_trainer(view, restore, self.shards, self._session)
+        # In this order: a request that comes in between is raised twice rather than never.
+        self.trainer = trainer
+        trainer.request(self._requested)
+        summary = trainer.run()
+        self._writer.wait(self.spec.checkpoint_timeout_s)
+        return summary
+
+    def _open_session(self, view: View, host: ShardHost) -> Session:
+        """Form the view's groups and open the data plane over them."""
         spec, rank = self.spec, self._rank
-        torch.set_num_threads(spec.num_threads)
         self._groups = groups = form(
             GroupSpec(
                 run=view.run,
@@ -241,7 +253,6 @@ class Worker:
                 timeout_s=spec.op_timeout_s,
             )
         )
-        self.shards = host = ShardHost(self.model_tables.tables, view, rank, num_threads=spec.num_threads)
         plan = StepPlan(
             host.store,
             self.model_tables.tables,
@@ -262,7 +273,7 @@ class Worker:
         exchange = Exchange(
             groups.transport, identity, timeout_s=spec.op_timeout_s, payload_transport=groups.payload_transport
         )
-        self._session = session = Session(
+        return Session(
             self.model_tables,
             host.store,
             plan,
@@ -270,6 +281,12 @@ class Worker:
             feed_timeout_s=spec.feed_timeout_s,
             start_timeout_s=spec.start_timeout_s,
         )
+
+    def _make_trainer(
+        self, view: View, restore: Restore | None, host: ShardHost, session: Session
+    ) -> tuple[Trainer, SnapshotWriter]:
+        """The dense replica, restored if the run goes on, the feed from the step it goes on with, and the loop."""
+        spec, rank = self.spec, self._rank
         dense = DenseReplica(self.model, spec.dense_optimizer)
         if view.world_size > 1 and rank == 0 and dense.floating_buffers:
             logger.warning(
@@ -285,7 +302,7 @@ class Worker:
             num_samples = int(metadata.get("samples", 0))
         seat = Seat(rank=rank, world_size=view.world_size, shares=view.shares, start_step=start_step)
         self._feed = feed = spec.train_feed(seat)
-        self._writer = writer = SnapshotWriter(
+        writer = SnapshotWriter(
             host,
             dense,
             spec.storage,
@@ -314,12 +331,7 @@ class Worker:
         if metrics_state is not None and rank == 0:
             trainer.metrics.load_state_dict(metrics_state)
         trainer.num_samples = num_samples
-        # In this order: a request that comes in between is raised twice rather than never.
-        self.trainer = trainer
-        trainer.request(self._requested)
-        summary = trainer.run()
-        writer.wait(spec.checkpoint_timeout_s)
-        return summary
+        return trainer, writer
 
     def _add_record(self, record: Progress) -> None:
         with self._lock:
