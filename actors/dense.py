@@ -9,7 +9,6 @@ same numbers either way.
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -188,7 +187,3 @@ class DenseReplica:
                     state.setdefault(slot, torch.zeros_like(self.flat))[start:end] = value
                 else:
                     state[slot] = value.clone()
-
-    def fingerprint(self) -> int:
-        """64-bit hash of the parameters: equal on all ranks of a healthy view."""
-        return int.from_bytes(hashlib.blake2b(self.flat.numpy().tobytes(), digest_size=8).digest(), "little")

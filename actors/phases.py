@@ -56,7 +56,7 @@ class StepWindow:
         self.started = time.perf_counter()
         self.phases: defaultdict[str, float] = defaultdict(float)
 
-    def add(self, seconds: float, samples: int, phases: Mapping[str, float]) -> None:
+    def add(self, samples: int, phases: Mapping[str, float]) -> None:
         self.steps += 1
         self.samples += samples
         for name, value in phases.items():

@@ -278,7 +278,6 @@ class Session:
         dense_grad: Tensor | None,
         error: BaseException | None = None,
         learning_rates: np.ndarray,
-        check_finite: bool = True,
         is_finite: bool = True,
     ) -> StepEnd:
         """Close a training step: exchange row and dense gradients, then apply on all ranks, or skip on all.
@@ -287,7 +286,6 @@ class Session:
             dense_grad: float32 [n], this rank's summed dense gradients; replaced by the sum over ranks.
             error: this rank failed in forward or backward; every rank raises because of it.
             is_finite: whether this rank's losses were finite.
-            check_finite: also check the gradients of this rank.
             learning_rates: float32 [num tables] of this step.
 
         Returns: whether the step was applied, and whose numbers were not finite.
@@ -296,7 +294,7 @@ class Session:
         if self._decides:
             self._decide(error)
         grads = [self._grads_of(round_) for round_ in self._rounds]
-        if is_finite and check_finite and error is None:
+        if is_finite and error is None:
             is_finite = _all_finite([g for flat in grads for g in flat] + ([] if dense_grad is None else [dense_grad]))
         status = Status.INTERNAL if error is not None else Status.OK if is_finite else Status.NON_FINITE
         reducer = self._reducer(dense_grad)

@@ -168,7 +168,6 @@ class Trainer:
     def train_step(self) -> Flag:
         """One training step on every rank; returns the flags that all ranks saw."""
         clock, step = self.session.clock, self.step
-        started = time.perf_counter()
         clock.take()
         batch, error = self._next_batch(step)
         clock.mark("feed")
@@ -204,7 +203,7 @@ class Trainer:
         self.step = step + 1
         self.num_samples += head.num_samples
         self._window.add_counts(*self.session.take_counts(), sum(batch.counters.values()))
-        self._window.add(time.perf_counter() - started, head.num_samples, self.phase_seconds)
+        self._window.add(head.num_samples, self.phase_seconds)
         return head.flags
 
     def _next_batch(self, step: int) -> tuple[Batch, BaseException | None]:

@@ -19,7 +19,7 @@ from shoal.actors.messages import Member, Progress, View, WorkerInfo, WorkerPoll
 from shoal.actors.phases import COUNTER_NAMES
 from shoal.actors.shard_host import Restore
 from shoal.actors.worker import WorkerSpec
-from shoal.kernels.errors import CheckpointError, CheckpointMismatchError, ClusterError, ProtocolError
+from shoal.kernels.errors import CheckpointError, CheckpointMismatchError, ProtocolError
 from shoal.kernels.frame import Flag
 from shoal.platform.cause import decide_cause, find_cause
 from shoal.platform.checkpoint import CheckpointState, collect, decide_resume, list_checkpoints, write_manifest
@@ -475,6 +475,3 @@ def _first_difference(a: WorkerInfo, b: WorkerInfo) -> str:
     if a.dense_parameters != b.dense_parameters:
         return f"{a.dense_parameters} dense parameters against {b.dense_parameters}"
     return "their features, the shapes of dense parameters or their initial values differ"
-
-
-__all__ = ["ClusterError", "Controller", "RunPlan", "RunReport", "WorkerHandle", "WorkerLauncher"]
