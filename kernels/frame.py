@@ -70,6 +70,10 @@ class Flag(enum.IntFlag):
     END_OF_DATA = 64
     EVALUATE = 128
     PAUSE = 256
+    #: A view change is being prepared: snapshots follow each other as fast as they complete.
+    HASTE = 512
+    #: The view of the epoch in the control word takes over after this step (V4).
+    CUTOVER = 1024
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
