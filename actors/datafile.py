@@ -16,6 +16,8 @@ from shoal.kernels.errors import CheckpointError
 
 #: The layout of data files and manifest. Raise it when an older reader could misread a newer file.
 FORMAT_VERSION = 1
+#: The dense file holds the metric state of the run so far under names with this prefix.
+METRICS_PREFIX = "metrics."
 
 
 class Checksum:

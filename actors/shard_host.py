@@ -3,23 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import TimeoutError as FutureTimeoutError
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
 
-from shoal.actors.datafile import FileEntry
-from shoal.actors.dense import DenseReplica
-from shoal.actors.messages import SnapshotPart, View
+from shoal.actors.datafile import METRICS_PREFIX, FileEntry
+from shoal.actors.messages import View
 from shoal.actors.restore import load_rows, read_dense
-from shoal.actors.snapshot import PendingSnapshot, RateLimiter, write_dense, write_in_background, write_snapshot
-from shoal.kernels.errors import StorageError
-from shoal.kernels.metrics import BinaryMetrics
 from shoal.kernels.rowstore import RowStore
 from shoal.kernels.spec import TableSpec
-
-_METRICS = "metrics."
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -52,99 +45,5 @@ class ShardHost:
         """Load this rank's rows; returns (dense state tensors, metric state tensors, metadata) of the checkpoint."""
         load_rows(self.store, self.tables, self.owned, restore.parts, storage, restore.directory)
         tensors, metadata = read_dense(storage, restore.directory, restore.dense)
-        metrics = {name[len(_METRICS) :]: t for name, t in tensors.items() if name.startswith(_METRICS)}
-        return {name: t for name, t in tensors.items() if not name.startswith(_METRICS)}, metrics, metadata
-
-
-class SnapshotWriter:
-    """Writes this rank's part of checkpoints from cuts, one at a time, while training goes on (K1)."""
-
-    def __init__(
-        self,
-        host: ShardHost,
-        dense: DenseReplica,
-        storage: Any,
-        directory_of: Callable[[int, int], str],
-        epoch: int,
-        bytes_per_s: float,
-        on_part: Callable[[SnapshotPart], None],
-    ) -> None:
-        self._host = host
-        self._dense = dense
-        self._storage = storage
-        self._directory_of = directory_of
-        self._epoch = epoch
-        self._bytes_per_s = bytes_per_s
-        self._on_part = on_part
-        self._pending: PendingSnapshot[None] | None = None
-        self._step = -1
-
-    @property
-    def is_writing(self) -> bool:
-        """Whether a snapshot is in progress, its part not yet delivered."""
-        pending = self._pending
-        return pending is not None and not pending.done()
-
-    def start(self, step: int, metrics: BinaryMetrics, num_samples: int, timeout_s: float) -> None:
-        """Cut the store and write it in the background. Waits for the previous snapshot first (C3: then steps wait).
-
-        ``num_samples``: trained so far by all ranks, kept for the run that resumes from it.
-        """
-        self.wait(timeout_s)
-        self._step = step
-        host, directory = self._host, self._directory_of(self._epoch, step)
-        tensors: dict[str, Tensor] = {}
-        if host.rank == 0:
-            tensors = self._dense.state_tensors()
-            tensors |= {f"{_METRICS}{name}": tensor for name, tensor in metrics.state_dict().items()}
-        summary: Mapping[str, Any] = {"step": step, "metrics": metrics.compute() if host.rank == 0 else {}}
-        metadata = {"optimizer": self._dense.optimizer_kind, "samples": num_samples}
-        cut = host.store.cut()
-
-        def write_files(limiter: RateLimiter) -> tuple[FileEntry, ...]:
-            try:
-                files = list(
-                    write_snapshot(cut, host.owned, host.tables, self._storage, directory, host.rank, limiter=limiter)
-                )
-                if host.rank == 0:
-                    files.append(write_dense(self._storage, directory, tensors, metadata))
-                return tuple(files)
-            finally:
-                cut.release()
-
-        def write(limiter: RateLimiter) -> None:
-            files: tuple[FileEntry, ...] = ()
-            failure: str | None = None
-            try:
-                files = write_files(limiter)
-            except BaseException as error:  # the thread's edge: the part says what went wrong
-                failure = f"{type(error).__name__}: {error}"
-            # Here, not in a done-callback: those run after waiters wake, and a worker that has finished waiting may be
-            # polled for the last time before its part is there.
-            self._on_part(
-                SnapshotPart(
-                    epoch=self._epoch,
-                    step=step,
-                    rank=host.rank,
-                    files=files,
-                    summary=summary if host.rank == 0 else None,
-                    error=failure,
-                )
-            )
-
-        self._pending = write_in_background(write, self._bytes_per_s)
-
-    def wait(self, timeout_s: float) -> None:
-        """Wait until the snapshot in progress, if any, is written or has failed (its part says so).
-
-        Raises StorageError naming the step when ``timeout_s`` (checkpoint_timeout_s) passes first.
-        """
-        if self._pending is not None:
-            try:
-                self._pending.exception(timeout_s)
-            except FutureTimeoutError:
-                raise StorageError(
-                    f"rank {self._host.rank}'s part of the checkpoint of step {self._step} was not written within "
-                    f"checkpoint_timeout_s = {timeout_s:g} s; raise it, or checkpoint less often"
-                ) from None
-            self._pending = None
+        metrics = {name[len(METRICS_PREFIX) :]: t for name, t in tensors.items() if name.startswith(METRICS_PREFIX)}
+        return {name: t for name, t in tensors.items() if not name.startswith(METRICS_PREFIX)}, metrics, metadata

@@ -27,8 +27,9 @@ from shoal.actors.feed import BatchSource
 from shoal.actors.groups import Groups, GroupSpec, form, run_hash
 from shoal.actors.messages import Progress, SnapshotPart, View, WorkerInfo, WorkerPhase, WorkerPoll, WorkerStatus
 from shoal.actors.session import Session
-from shoal.actors.shard_host import Restore, ShardHost, SnapshotWriter
+from shoal.actors.shard_host import Restore, ShardHost
 from shoal.actors.sharded import describe_model
+from shoal.actors.snapshot_writer import SnapshotWriter
 from shoal.actors.trainer import LearningRates, LoopSpec, Trainer
 from shoal.kernels import errors
 from shoal.kernels.errors import DataError, PeerError, RowError, ShoalError
