@@ -9,6 +9,7 @@ same numbers either way.
 from __future__ import annotations
 
 import dataclasses
+import zlib
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -26,6 +27,16 @@ _OPTIMIZERS: dict[str, type[torch.optim.Optimizer]] = {
     "adam": torch.optim.Adam,
     "adamw": torch.optim.AdamW,
 }
+
+
+@dataclasses.dataclass(frozen=True)
+class DenseSnapshot:
+    """The dense state at a boundary, in memory: copies of the tensors, keyed as their owner names them."""
+
+    parameters: tuple[Tensor, ...]
+    buffers: Mapping[str, Tensor]
+    #: Per optimizer parameter: slot -> copy of a tensor, or a plain number.
+    optimizer: tuple[Mapping[str, Any], ...]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -123,6 +134,44 @@ class DenseReplica:
         if self._flat_parameter is not None:
             self.optimizer.param_groups[0]["lr"] = lr
         self.optimizer.step()
+
+    def snapshot(self) -> DenseSnapshot:
+        """Copies of all that a step changes, at memory speed; ``roll_back`` puts them back bit for bit."""
+        parameters = (self.flat.clone(),) if self.num_parameters else ()
+        buffers = {name: buffer.detach().clone() for name, buffer in self.model.named_buffers() if not buffer.is_meta}
+        states = tuple(
+            {k: v.detach().clone() if isinstance(v, Tensor) else v for k, v in self.optimizer.state.get(p, {}).items()}
+            for p in self._optimized()
+        )
+        return DenseSnapshot(parameters, buffers, states)
+
+    def roll_back(self, snapshot: DenseSnapshot) -> None:
+        """Undo every step since ``snapshot``, which stays valid."""
+        with torch.no_grad():
+            for saved in snapshot.parameters:
+                self.flat.copy_(saved)
+            for name, buffer in self.model.named_buffers():
+                if name in snapshot.buffers:
+                    buffer.copy_(snapshot.buffers[name])
+        for parameter, saved_state in zip(self._optimized(), snapshot.optimizer):
+            copies = {k: v.clone() if isinstance(v, Tensor) else v for k, v in saved_state.items()}
+            self.optimizer.state[parameter] = copies  # type: ignore[union-attr]
+
+    def checksum(self) -> int:
+        """Hash of parameters and optimizer state: equal on all ranks that hold the same dense state (V4).
+
+        Buffers are not in it: floating ones may differ between ranks, see the class.
+        """
+        value = 0
+        for tensor in (self.flat, *(slot for _, _, slot in self._optimizer_slots())):
+            value = zlib.crc32(tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy(), value)
+        return value
+
+    def _optimized(self) -> list[nn.Parameter]:
+        """The parameters the optimizer keeps state for."""
+        if self.optimizer is None:
+            return []
+        return [self._flat_parameter] if self._flat_parameter is not None else [p for _, p in self._named]
 
     def state_tensors(self) -> dict[str, Tensor]:
         """Flat names -> copies: ``model.<parameter or buffer>``, ``optimizer.<parameter>.<slot>``; no pickle needed."""

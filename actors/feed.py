@@ -47,8 +47,20 @@ class Assignment:
 class BatchSource(Protocol):
     """A rank's batches by step. ``next_batch`` of consecutive steps is fast; any other step is a seek."""
 
+    def is_ready(self, step: int, timeout_s: float) -> bool:
+        """Whether ``next_batch(step)`` returns, or raises, at once; waits for that at most ``timeout_s``."""
+        ...
+
     def next_batch(self, step: int) -> Batch: ...
-    def reassign(self, rank: int, world_size: int, shares: Sequence[float] | None = None) -> None: ...
+
+    def reassign(self, assignment: Assignment, step: int) -> None:
+        """Take another slice of every batch from ``step`` on, or the same one again: a view change, a rewind."""
+        ...
+
+    def keep_from(self, step: int) -> None:
+        """What is needed to go back to ``step`` is to be kept at hand, nothing older."""
+        ...
+
     def close(self) -> None: ...
 
 
@@ -185,10 +197,18 @@ class _PrefetchingFeed:
         self._next_step = step + 1
         return batch
 
-    def reassign(self, rank: int, world_size: int, shares: Sequence[float] | None = None) -> None:
-        """Take the slice of another rank from the next step on (a view change)."""
-        self._slicer.assignment = Assignment(rank, world_size, None if shares is None else tuple(shares))
-        self._prefetcher.restart(self._next_step)
+    def is_ready(self, step: int, timeout_s: float) -> bool:
+        """Whether ``next_batch(step)`` returns, or raises, at once; waits for that at most ``timeout_s``."""
+        return self._prefetcher.is_ready(step, timeout_s)
+
+    def reassign(self, assignment: Assignment, step: int) -> None:
+        """Take another slice from ``step`` on (a view change), or go back to it (a recovery)."""
+        self._slicer.assignment = assignment
+        self._next_step = step
+        self._prefetcher.restart(step)
+
+    def keep_from(self, step: int) -> None:
+        """Nothing is kept: a rewind reads the files again."""
 
     def close(self) -> None:
         """Stop the threads. Not reusable afterwards."""
@@ -252,7 +272,7 @@ class RayFeed(_PrefetchingFeed):
         self._feeder = feeder
         self._timeout_s = timeout_s
         #: The oldest step this rank may have to go back to; None: the one it takes next. Blocks before it are freed.
-        self.keep_from_step: int | None = None
+        self._keep_from_step: int | None = None
         slicer = Slicer(
             order,
             schema,
@@ -270,6 +290,10 @@ class RayFeed(_PrefetchingFeed):
             timeout_s=timeout_s,
             source="blocks from the feeder actor",
         )
+
+    def keep_from(self, step: int) -> None:
+        """Tells the feeder, with the next request, which windows a recovery may need again (D3)."""
+        self._keep_from_step = step
 
     def _fetch(self, window: WindowLike, lanes: tuple[int, ...]) -> list[pa.Table]:
         """The blocks of a window, asked for until they are there or the deadline passes; lost ones are rebuilt."""
@@ -312,6 +336,6 @@ class RayFeed(_PrefetchingFeed):
             lanes,
             rank=mine.rank,
             world_size=mine.world_size,
-            keep_from_step=self._next_step if self.keep_from_step is None else self.keep_from_step,
+            keep_from_step=self._next_step if self._keep_from_step is None else self._keep_from_step,
             lost_version=lost_version,
         )

@@ -38,6 +38,8 @@ class Prefetcher:
         self._next = start_step
         # The consumer's step: batches before it are not kept, or they would fill the bound and nothing could follow.
         self._wanted = start_step
+        # The step asked for last, and until when it may take.
+        self._asked, self._deadline = -1, 0.0
         self._loading: int | None = None
         self._ready: dict[int, Batch] = {}
         self._error: BaseException | None = None
@@ -48,15 +50,11 @@ class Prefetcher:
 
     def get(self, step: int) -> Batch:
         """The batch of a step. Raises what ``load`` raised, or ExchangeTimeoutError saying what is missing."""
-        assert self._stop_step is None or step < self._stop_step, f"step {step} is beyond the last, {self._stop_step}"
-        deadline = time.monotonic() + self._timeout_s
         with self._changed:
-            if self._error is None and step not in self._ready and step not in (self._loading, self._next):
-                self._seek(step)
-            self._want(step)
+            self._aim(step)
             while self._error is None and step not in self._ready:
                 assert not self._is_closed, "the feed is closed"
-                left_s = deadline - time.monotonic()
+                left_s = self._deadline - time.monotonic()
                 if left_s <= 0:
                     raise ExchangeTimeoutError(
                         f"the feed did not deliver the batch of step {step} within {self._timeout_s:g} s: "
@@ -69,6 +67,20 @@ class Prefetcher:
             self._want(step + 1)
             return batch
 
+    def is_ready(self, step: int, timeout_s: float) -> bool:
+        """Whether ``get`` of that step would return, or raise, at once; waits for it at most ``timeout_s``."""
+        until = time.monotonic() + timeout_s
+        with self._changed:
+            self._aim(step)
+            while self._error is None and step not in self._ready:
+                now = time.monotonic()
+                if now >= self._deadline:
+                    return True
+                if now >= until:
+                    return False
+                self._changed.wait(min(until, self._deadline) - now)
+            return True
+
     def restart(self, step: int) -> None:
         """Forget what is prepared, and any error, and go on from ``step``: a rewind, or the slice has changed."""
         with self._changed:
@@ -80,6 +92,15 @@ class Prefetcher:
             self._is_closed = True
             self._changed.notify_all()
         self._thread.join(5.0)
+
+    def _aim(self, step: int) -> None:
+        """With the lock held. The consumer asks for ``step``: its deadline counts from the first time it does."""
+        assert self._stop_step is None or step < self._stop_step, f"step {step} is beyond the last, {self._stop_step}"
+        if self._error is None and step not in self._ready and step not in (self._loading, self._next):
+            self._seek(step)
+        if step != self._asked:
+            self._asked, self._deadline = step, time.monotonic() + self._timeout_s
+        self._want(step)
 
     def _want(self, step: int) -> None:
         """With the lock held. Forget what the consumer has passed, which makes room for what follows."""
@@ -94,6 +115,7 @@ class Prefetcher:
         self._error = None
         self._loading = None
         self._next = step
+        self._asked = -1
         self._want(step)
 
     def _may_load(self) -> bool:

@@ -24,7 +24,7 @@ from torch import Tensor
 from shoal.actors.phases import PhaseClock
 from shoal.actors.sharded import ModelTables
 from shoal.kernels.dense_reduce import DenseReducer
-from shoal.kernels.errors import DataError, NonFiniteError, PeerError, ShoalError
+from shoal.kernels.errors import DataError, NonFiniteError, PeerError, ProtocolError, ShoalError
 from shoal.kernels.exchange import Exchange, Headers, raise_for_status
 from shoal.kernels.frame import Flag, Kind, Status
 from shoal.kernels.jagged import KeyedJaggedTensor
@@ -44,6 +44,10 @@ class StepHead:
     loss_weight: float
     num_samples: int
     flags: Flag
+    #: Largest control word of all ranks: the epoch of a CUTOVER.
+    control: int = 0
+    #: Newest snapshot that every rank had acknowledged (F3); the same on all ranks.
+    protected: int = -1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,9 +97,8 @@ class Session:
         store: the rows this rank owns.
         plan: the step plan of the view.
         exchange: framed collectives of the view.
-        feed_timeout_s: how long a rank may wait for its batch; peers wait as long at a step's first exchange, beyond
-            the exchange's own deadline. A rank that dies meanwhile is noticed early all the same.
-        start_timeout_s: the further patience of the first step: ranks restore and warm up at different speeds.
+        start_timeout_s: patience of the first step, beyond the exchange's own deadline: ranks restore and warm up at
+            different speeds.
     """
 
     def __init__(
@@ -105,7 +108,6 @@ class Session:
         plan: StepPlan,
         exchange: Exchange,
         *,
-        feed_timeout_s: float = 0.0,
         start_timeout_s: float = 0.0,
     ) -> None:
         self.model_tables = model_tables
@@ -119,7 +121,6 @@ class Session:
         self._columns: dict[tuple[tuple[str, ...], bool, int | None], tuple[np.ndarray, frozenset[int]]] = {}
         self._step = -1
         self._is_training = False
-        self._feed_timeout_s = feed_timeout_s
         #: Further patience of the first step; 0 afterwards.
         self._start_timeout_s = start_timeout_s
         #: Whether ``end`` opens with a header. It must where a rank that fails in forward could meet peers in an extra
@@ -146,6 +147,7 @@ class Session:
         is_training: bool,
         loss_weight: float = 0.0,
         flags: Flag = NO_FLAGS,
+        control: int = 0,
         error: BaseException | None = None,
     ) -> StepHead:
         """Open step ``step`` with this rank's sparse features: after it every collection's output is at hand.
@@ -153,6 +155,7 @@ class Session:
         Args:
             kjt: [num keys x B] bags of this rank's slice of the global batch, B >= 0.
             loss_weight: sum of this rank's sample weights.
+            flags, control: this rank's wishes; all ranks see them (S3).
             error: this rank cannot take part properly (its feed failed): all ranks raise because of it.
 
         Raises: the same typed error on every rank if any rank has a bad id or an error, or if ranks disagree.
@@ -167,13 +170,33 @@ class Session:
         self._step, self._is_training = step, is_training
         self.clock.start()
         kind = Kind.BATCH if is_training else Kind.EVALUATE
-        headers = self._run_lookup(kjt, None, kind, loss_weight, flags, error)
+        headers = self._run_lookup(kjt, None, kind, loss_weight, flags, error, control)
         return StepHead(
             step=step,
             loss_weight=headers.denominator,
             num_samples=int(headers.numbers[0]),
             flags=headers.flags,
+            control=int(headers.control.max()),
+            protected=self.exchange.protected,
         )
+
+    def wait(self, step: int, *, is_training: bool) -> None:
+        """Stand in for ``begin`` while this rank's batch is not there yet: its peers repeat their header (F2)."""
+        self._open_header(Kind.BATCH if is_training else Kind.EVALUATE, step, None, flags=Flag.WAIT)
+
+    def meet(self, step: int, control: int) -> Headers:
+        """The first exchange of a view (V4): once it completes anywhere, the view is decided.
+
+        Args:
+            step: steps applied on every rank.
+            control: hash of the dense state, which must be equal on all ranks.
+        """
+        headers = self.exchange.header(
+            Kind.BARRIER, step, control=control, timeout_s=self.exchange.timeout_s + self._start_timeout_s
+        )
+        if len(set(headers.control.tolist())) > 1:
+            raise ProtocolError(f"the dense state differs between ranks at step {step}: {headers.control.tolist()}")
+        return headers
 
     def _lookup(self, collection: int, kjt: KeyedJaggedTensor) -> list[Tensor]:
         """Called by an attached collection's forward: the prepared outputs, or a lookup of its own."""
@@ -194,6 +217,7 @@ class Session:
         loss_weight: float,
         flags: Flag,
         error: BaseException | None,
+        control: int = 0,
     ) -> Headers:
         """Route, header, ids, values and pooling of one KeyedJaggedTensor for one collection, or (None) for all."""
         lookup = self._free.pop() if self._free else self.plan.new_lookup()
@@ -219,18 +243,13 @@ class Session:
             self._counts[1] += route.num_remapped
         self.clock.mark("route")
         id_bytes = lookup.id_bytes()[None, :]
-        headers = self.exchange.header(
-            kind,
-            self._step,
-            micro_batch=sequence,
-            sections=id_bytes,
-            denominator=loss_weight,
-            numbers=(kjt.stride(),),
-            status=status,
-            flags=flags,
-            detail=detail,
-            timeout_s=self._patience_s() if sequence == 0 else None,
-        )
+        fields = {"denominator": loss_weight, "numbers": (kjt.stride(),), "status": status, "detail": detail}
+        if sequence == 0:
+            headers = self._open_header(kind, self._step, id_bytes, flags=flags, control=control, **fields)
+            while Flag.WAIT in headers.flags:
+                headers = self._open_header(kind, self._step, id_bytes, flags=flags, control=control, **fields)
+        else:
+            headers = self.exchange.header(kind, self._step, micro_batch=sequence, sections=id_bytes, **fields)
         if headers.statuses.any():
             self._raise_for_status(headers, error)
         ids = self.exchange.round(Kind.IDS, self._step, id_bytes, headers.section_bytes)
@@ -255,9 +274,12 @@ class Session:
         self._counts = [0, 0]
         return dropped, remapped
 
-    def _patience_s(self) -> float:
-        """Deadline of a step's opening header: peers may still wait for their batch."""
-        return self.exchange.timeout_s + self._feed_timeout_s + self._start_timeout_s
+    def _open_header(self, kind: Kind, step: int, sections: np.ndarray | None, **fields: Any) -> Headers:
+        """The opening header of a step; ranks that wait for their batch announce nothing."""
+        if sections is None:
+            sections = np.zeros((1, self.exchange.identity.world_size), dtype=np.int64)
+        timeout_s = self.exchange.timeout_s + self._start_timeout_s
+        return self.exchange.header(kind, step, sections=sections, timeout_s=timeout_s, **fields)
 
     def _pool_outputs(self, round_: _Round, sources: np.ndarray) -> None:
         """Pool the received rows into tensors that autograd starts from."""

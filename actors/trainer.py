@@ -19,11 +19,11 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from shoal.actors.dense import DenseReplica
+from shoal.actors.dense import DenseReplica, DenseSnapshot
 from shoal.actors.feed import BatchSource
 from shoal.actors.messages import Progress, WorkerPhase
 from shoal.actors.phases import StepWindow
-from shoal.actors.session import Session, StepHead, non_finite_error
+from shoal.actors.session import NO_FLAGS, Session, StepHead, non_finite_error
 from shoal.kernels.batch import Batch
 from shoal.kernels.errors import ConfigError
 from shoal.kernels.frame import Flag
@@ -59,6 +59,20 @@ class LoopSpec:
     eval_steps: int = 0
     #: How long ranks wait for each other at a checkpoint: one may still be writing the previous one.
     checkpoint_timeout_s: float = 3600.0
+    #: How long a rank's next batch may take; its own feed then says what is missing.
+    feed_timeout_s: float = 300.0
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainerSnapshot:
+    """One rank's training state at a boundary, without its rows."""
+
+    step: int
+    dense: DenseSnapshot
+    metrics: BinaryMetrics
+    num_samples: int
+    skipped_steps: int
+    last_checkpoint: int
 
 
 class Trainer:
@@ -106,7 +120,8 @@ class Trainer:
         self.last_eval: dict[str, float] = {}
         #: Seconds per phase of the last step; the step_breakdown bench reads it.
         self.phase_seconds: dict[str, float] = {}
-        self._feed = feed
+        #: Training batches of this rank.
+        self.feed = feed
         self._eval_feed = eval_feed
         self._learning_rates = learning_rates
         self._on_progress = on_progress
@@ -117,6 +132,9 @@ class Trainer:
         self._request_lock = threading.Lock()
         self._has_metrics = True
         self._window = StepWindow()
+        self.is_stopped = False
+        # What a resumed run starts from is saved already.
+        self._last_checkpoint = start_step if start_step else -1
 
     @property
     def rank(self) -> int:
@@ -132,54 +150,99 @@ class Trainer:
             flags, self._requested = self._requested, Flag(0)
         return flags
 
+    # ---- the loop -------------------------------------------------------------------------------------------------
+
+    @property
+    def is_done(self) -> bool:
+        """Whether no further step is to be taken: all are done, or all ranks agreed to stop."""
+        return self.is_stopped or self.step >= self.spec.total_steps
+
     def run(self) -> dict[str, Any]:
         """Train to the end, or to a stop that all ranks agreed on; returns a summary (the same on all ranks)."""
-        stopped = False
-        last_checkpoint = self.step if self.step else -1  # what a resumed run starts from is saved already
-        while self.step < self.spec.total_steps and not stopped:
-            self._on_phase(WorkerPhase.TRAINING, self.step)
-            flags = self.train_step()
-            stopped = Flag.STOP in flags
-            done = self.step  # number of steps applied so far
-            if done % self.spec.log_every_steps == 0 or done == self.spec.total_steps or stopped:
-                self._log()
-            # The checkpoint comes first: a failing evaluation must not cost what was trained.
-            every = self.spec.checkpoint_every_steps
-            if (every and done % every == 0) or Flag.CHECKPOINT in flags:
-                self._checkpoint(done)
-                last_checkpoint = done
-            if self.spec.eval_every_steps and done % self.spec.eval_every_steps == 0 and done < self.spec.total_steps:
-                self.evaluate()
-        if (self.spec.checkpoint_at_end or stopped) and last_checkpoint != self.step:
+        while not self.is_done:
+            self.advance()
+        return self.finish()
+
+    def advance(self, *, flags: Flag = NO_FLAGS, control: int = 0) -> StepHead:
+        """One step and the boundaries after it. ``flags`` and ``control`` go into its header.
+
+        Returns what all ranks saw in that header.
+        """
+        self._on_phase(WorkerPhase.TRAINING, self.step)
+        head = self.train_step(flags, control)
+        self.is_stopped = Flag.STOP in head.flags
+        done = self.step  # number of steps applied so far
+        if done % self.spec.log_every_steps == 0 or done == self.spec.total_steps or self.is_stopped:
+            self._log()
+        # The checkpoint comes first: a failing evaluation must not cost what was trained.
+        every = self.spec.checkpoint_every_steps
+        if (every and done % every == 0) or Flag.CHECKPOINT in head.flags:
+            self._checkpoint(done)
+        if self.spec.eval_every_steps and done % self.spec.eval_every_steps == 0 and done < self.spec.total_steps:
+            self.evaluate()
+        return head
+
+    def finish(self) -> dict[str, Any]:
+        """The last checkpoint and evaluation; returns the summary of the run."""
+        if (self.spec.checkpoint_at_end or self.is_stopped) and self._last_checkpoint != self.step:
             self._checkpoint(self.step)
-        if self.spec.eval_steps and not stopped:
+        if self.spec.eval_steps and not self.is_stopped:
             self.evaluate()
         self.session.close(self.step)
         return {
             "step": self.step,
-            "stopped": stopped,
+            "stopped": self.is_stopped,
             "skipped_steps": self.skipped_steps,
             "train": self._window.last_values,
             "eval": self.last_eval,
         }
 
+    # ---- views and recoveries -------------------------------------------------------------------------------------
+
+    def bind(self, session: Session) -> None:
+        """Go on in another view, over ``session``."""
+        self.session = session
+        self._window.restart()
+
+    def take_snapshot(self) -> TrainerSnapshot:
+        """All of this rank's training state at this boundary but for its rows (F3)."""
+        return TrainerSnapshot(
+            step=self.step,
+            dense=self.dense.snapshot(),
+            metrics=self.metrics.copy(),
+            num_samples=self.num_samples,
+            skipped_steps=self.skipped_steps,
+            last_checkpoint=self._last_checkpoint,
+        )
+
+    def roll_back(self, snapshot: TrainerSnapshot) -> None:
+        """Undo every step since ``snapshot``, which stays valid. Rows are the store's affair."""
+        self.step = snapshot.step
+        self.dense.roll_back(snapshot.dense)
+        self.metrics = snapshot.metrics.copy()
+        self.num_samples, self.skipped_steps = snapshot.num_samples, snapshot.skipped_steps
+        self._last_checkpoint = snapshot.last_checkpoint
+        self.is_stopped = False
+        self._window.restart()
+
     # ---- one step -------------------------------------------------------------------------------------------------
 
-    def train_step(self) -> Flag:
-        """One training step on every rank; returns the flags that all ranks saw."""
+    def train_step(self, flags: Flag = NO_FLAGS, control: int = 0) -> StepHead:
+        """One training step on every rank; returns what all ranks saw in its header."""
         clock, step = self.session.clock, self.step
         clock.take()
-        batch, error = self._next_batch(step)
+        batch, error = self._next_batch(self.feed, step, is_training=True)
         clock.mark("feed")
         weights = _sample_weights(batch)
         torch.manual_seed(_mix(self.spec.seed, step, self.rank))
-        flags = self._take_requests()
+        flags |= self._take_requests()
         head = self.session.begin(
             step,
             batch.sparse_features,
             is_training=True,
             loss_weight=float(weights.sum(dtype=torch.float64)),
             flags=flags,
+            control=control,
             error=error,
         )
         is_finite, failure = self._forward_backward(batch, weights, head)
@@ -204,13 +267,16 @@ class Trainer:
         self.num_samples += head.num_samples
         self._window.add_counts(*self.session.take_counts(), sum(batch.counters.values()))
         self._window.add(head.num_samples, self.phase_seconds)
-        return head.flags
+        return head
 
-    def _next_batch(self, step: int) -> tuple[Batch, BaseException | None]:
-        """This rank's batch, or an empty one and the reason: a rank with an error stays in the protocol."""
-        return self._batch_of(self._feed, step)
+    def _next_batch(self, source: BatchSource, step: int, *, is_training: bool) -> tuple[Batch, BaseException | None]:
+        """This rank's batch, or an empty one and the reason: a rank with an error stays in the protocol.
 
-    def _batch_of(self, source: BatchSource, step: int) -> tuple[Batch, BaseException | None]:
+        While the batch is not there yet, peers are told so several times within the deadline of an exchange.
+        """
+        deadline = time.monotonic() + self.spec.feed_timeout_s
+        while time.monotonic() < deadline and not source.is_ready(step, self.session.exchange.timeout_s / 4):
+            self.session.wait(step, is_training=is_training)
         try:
             return source.next_batch(step), None
         except Exception as error:  # converted at the edge: it is raised again, on all ranks, by session.begin
@@ -277,7 +343,7 @@ class Trainer:
 
     def eval_step(self, source: BatchSource, step: int, metrics: BinaryMetrics) -> None:
         """Count one evaluation batch into ``metrics``; rows that were never trained read as their initial value."""
-        batch, error = self._batch_of(source, step)
+        batch, error = self._next_batch(source, step, is_training=False)
         with torch.no_grad():
             self.model.eval()
             self.session.begin(step, batch.sparse_features, is_training=False, loss_weight=0.0, error=error)
@@ -302,6 +368,7 @@ class Trainer:
         self._on_phase(WorkerPhase.CHECKPOINTING, step)
         self._before_checkpoint()
         self.session.close(step, self.spec.checkpoint_timeout_s)
+        self._last_checkpoint = step
         merged, _ = self._merge(self.metrics, ())
         if merged is not None:
             self.metrics = merged

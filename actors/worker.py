@@ -77,7 +77,7 @@ class WorkerSpec:
     op_timeout_s: float = 10.0
     start_timeout_s: float = 180.0
     checkpoint_timeout_s: float = 3600.0
-    #: How long a feed may take for a batch: peers have that much more patience at a step's opening exchange.
+    #: How long a feed may take for a batch.
     feed_timeout_s: float = 300.0
 
 
@@ -279,7 +279,6 @@ class Worker:
             host.store,
             plan,
             exchange,
-            feed_timeout_s=spec.feed_timeout_s,
             start_timeout_s=spec.start_timeout_s,
         )
 
@@ -314,7 +313,9 @@ class Worker:
         )
         eval_feed = spec.eval_feed
         trainer: Trainer = Trainer(
-            dataclasses.replace(spec.loop, checkpoint_timeout_s=spec.checkpoint_timeout_s),
+            dataclasses.replace(
+                spec.loop, checkpoint_timeout_s=spec.checkpoint_timeout_s, feed_timeout_s=spec.feed_timeout_s
+            ),
             model=self.model,
             session=session,
             dense=dense,

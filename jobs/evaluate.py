@@ -94,6 +94,9 @@ def _run_worker(spec: WorkerSpec, manifest: Manifest) -> dict[str, float]:
 class _NoBatches:
     """A feed that is never asked: the loop has no step left."""
 
+    def is_ready(self, step: int, timeout_s: float) -> bool:
+        return True
+
     def next_batch(self, step: int) -> Any:
         raise AssertionError(f"evaluation asked for training batch {step}")
 

@@ -74,6 +74,8 @@ class Flag(enum.IntFlag):
     HASTE = 512
     #: The view of the epoch in the control word takes over after this step (V4).
     CUTOVER = 1024
+    #: This rank's batch is not there yet: all ranks repeat the header, so that silence is never mistaken for waiting.
+    WAIT = 2048
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

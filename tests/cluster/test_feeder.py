@@ -98,7 +98,7 @@ def test_ranks_get_the_local_feeds_batches_on_a_full_cluster(
     for step in (2, 3, 20):
         assert same([feed.next_batch(step) for feed in feeds], whole[step])
     for rank, feed in enumerate(feeds[:2]):
-        feed.reassign(rank, 2)
+        feed.reassign(Assignment(rank, 2), 4)
     assert same([feed.next_batch(4) for feed in feeds[:2]], whole[4])
     assert ray.get(feeder.status.remote())["read_here"] > 0
     stop(feeder, *feeds)

@@ -128,7 +128,7 @@ def test_any_step_may_be_the_first_and_the_next(folder: Path) -> None:
     try:
         for step in (7, 8, 9, 2, 3, 20, 21, 0, 0, 5):
             assert torch.equal(feed.next_batch(step).extras["row"], whole[step].extras["row"])
-        feed.reassign(1, 3)
+        feed.reassign(Assignment(1, 3), 6)
         assert torch.equal(feed.next_batch(6).extras["row"], whole[6].extras["row"][21:42])
     finally:
         feed.close()
