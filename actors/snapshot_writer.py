@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from typing import Any
@@ -26,7 +27,6 @@ class SnapshotWriter:
         dense: DenseReplica,
         storage: Any,
         directory_of: Callable[[int, int], str],
-        epoch: int,
         bytes_per_s: float,
         on_part: Callable[[SnapshotPart], None],
     ) -> None:
@@ -34,7 +34,6 @@ class SnapshotWriter:
         self._dense = dense
         self._storage = storage
         self._directory_of = directory_of
-        self._epoch = epoch
         self._bytes_per_s = bytes_per_s
         self._on_part = on_part
         self._pending: PendingSnapshot[None] | None = None
@@ -46,28 +45,38 @@ class SnapshotWriter:
         pending = self._pending
         return pending is not None and not pending.done()
 
-    def start(self, step: int, metrics: BinaryMetrics, num_samples: int, timeout_s: float) -> None:
+    def start(
+        self,
+        step: int,
+        epoch: int,
+        rank: int,
+        metrics: BinaryMetrics,
+        counters: Mapping[str, int],
+        timeout_s: float,
+    ) -> None:
         """Cut the store and write it in the background. Waits for the previous snapshot first (C3: then steps wait).
 
-        ``num_samples``: trained so far by all ranks, kept for the run that resumes from it.
+        Args:
+            step: applied steps.
+            epoch, rank: of the present view; the files keep them when the view changes meanwhile.
+            metrics: bins of this rank; rank 0's are those of all ranks.
+            counters: totals over all ranks, such as samples, kept for the run that resumes from this checkpoint.
         """
         self.wait(timeout_s)
         self._step = step
-        host, directory = self._host, self._directory_of(self._epoch, step)
+        host, directory, owned = self._host, self._directory_of(epoch, step), self._host.owned
         tensors: dict[str, Tensor] = {}
-        if host.rank == 0:
+        if rank == 0:
             tensors = self._dense.state_tensors()
             tensors |= {f"{METRICS_PREFIX}{name}": tensor for name, tensor in metrics.state_dict().items()}
-        summary: Mapping[str, Any] = {"step": step, "metrics": metrics.compute() if host.rank == 0 else {}}
-        metadata = {"optimizer": self._dense.optimizer_kind, "samples": num_samples}
+        summary: Mapping[str, Any] = {"step": step, "metrics": metrics.compute() if rank == 0 else {}}
+        metadata = {"optimizer": self._dense.optimizer_kind, **counters}
         cut = host.store.cut()
 
         def write_files(limiter: RateLimiter) -> tuple[FileEntry, ...]:
             try:
-                files = list(
-                    write_snapshot(cut, host.owned, host.tables, self._storage, directory, host.rank, limiter=limiter)
-                )
-                if host.rank == 0:
+                files = list(write_snapshot(cut, owned, host.tables, self._storage, directory, rank, limiter=limiter))
+                if rank == 0:
                     files.append(write_dense(self._storage, directory, tensors, metadata))
                 return tuple(files)
             finally:
@@ -84,11 +93,11 @@ class SnapshotWriter:
             # polled for the last time before its part is there.
             self._on_part(
                 SnapshotPart(
-                    epoch=self._epoch,
+                    epoch=epoch,
                     step=step,
-                    rank=host.rank,
+                    rank=rank,
                     files=files,
-                    summary=summary if host.rank == 0 else None,
+                    summary=summary if rank == 0 else None,
                     error=failure,
                 )
             )
@@ -105,7 +114,15 @@ class SnapshotWriter:
                 self._pending.exception(timeout_s)
             except FutureTimeoutError:
                 raise StorageError(
-                    f"rank {self._host.rank}'s part of the checkpoint of step {self._step} was not written within "
+                    f"this worker's part of the checkpoint of step {self._step} was not written within "
                     f"checkpoint_timeout_s = {timeout_s:g} s; raise it, or checkpoint less often"
                 ) from None
             self._pending = None
+
+    def cancel(self, timeout_s: float = 30.0) -> None:
+        """Give up the snapshot in progress, if any, and its cut: another rank's part of it will not come."""
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            pending.cancel_write()
+            with contextlib.suppress(FutureTimeoutError):
+                pending.exception(timeout_s)

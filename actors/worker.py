@@ -307,7 +307,6 @@ class Worker:
             dense,
             spec.storage,
             spec.checkpoint_directory,
-            view.epoch,
             spec.checkpoint_bytes_per_s,
             self._add_part,
         )
@@ -326,7 +325,7 @@ class Worker:
             on_progress=self._add_record,
             before_checkpoint=lambda: writer.wait(spec.checkpoint_timeout_s),
             on_checkpoint=lambda step: writer.start(
-                step, trainer.metrics, trainer.num_samples, spec.checkpoint_timeout_s
+                step, view.epoch, rank, trainer.metrics, {"samples": trainer.num_samples}, spec.checkpoint_timeout_s
             ),
             on_phase=self._set_phase,
         )
