@@ -183,6 +183,8 @@ class WorkerStatus:
     unprotected_bytes: int = 0
     #: Rows this rank owns.
     rows: int = 0
+    #: Orders of epochs below this are void for this worker: what a parked worker has reported then holds (F4).
+    fence: int = 0
     #: Epoch being prepared, or -1; and how that stands.
     preparing: int = -1
     prepare: PrepareProgress | None = None
@@ -281,6 +283,8 @@ class Holdings:
     aux: Mapping[str, tuple[int, ...]] = dataclasses.field(default_factory=dict)
     #: Highest snapshot it knows to be protected; -1: none.
     protected: int = -1
+    #: As in WorkerStatus.
+    fence: int = 0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -356,6 +360,8 @@ class Release:
 class Park:
     """Leave the groups and wait: a member of the view is lost. Harmless where the worker has parked already."""
 
+    #: The number of the attempt that follows, newer than every view so far: orders below it are void from now on, so
+    #: that what the worker reports stays true until it gets a Recover of this number or a higher one.
     epoch: int
     reason: str
 
