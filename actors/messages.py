@@ -188,6 +188,8 @@ class WorkerStatus:
     #: Epoch being prepared, or -1; and how that stands.
     preparing: int = -1
     prepare: PrepareProgress | None = None
+    #: Seconds until this process ends because it was told to (SIGTERM); None: it was not.
+    drain_s: float | None = None
     #: What the last view change or recovery of this worker took, by part: {"close": s, "copy": s, "form": s, ...}.
     timings: Mapping[str, float] = dataclasses.field(default_factory=dict)
 

@@ -34,7 +34,8 @@ from shoal.platform.config import (
 from shoal.platform.config_ray import run_config, scaling_config
 from shoal.platform.controller import RunPlan, RunReport
 from shoal.platform.job import FactoryModel, Source, make_plan, open_source, package_versions
-from shoal.platform.launch import ClusterSpec, run_in_process, run_on_ray
+from shoal.platform.launch import ClusterSpec
+from shoal.platform.launch_local import run_in_process
 from shoal.platform.preflight import cluster_problems
 from shoal.platform.run_folder import RunRecord
 from shoal.platform.state import RunPhase
@@ -163,6 +164,7 @@ class ElasticTrainer:
 
         from shoal.actors.runtime import actor_name
         from shoal.platform.feed_actor import FeederMaker, RayFeedMaker
+        from shoal.platform.run_actor import run_on_ray
 
         config = self.config
         scaling = config.scaling

@@ -121,6 +121,12 @@ class ClusterError(ShoalError, RuntimeError):
     code = "SHOAL-601"
 
 
+class FencedError(ClusterError):
+    """This process has been replaced (a later controller of the run, a newer view): it may write no more."""
+
+    code = "SHOAL-602"
+
+
 class RowError(DataError):
     """A value of one row of a batch is not allowed. Who knows where the batch came from says it: see ``located``."""
 

@@ -12,18 +12,19 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
-from typing import Any, Protocol
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
-from shoal.actors.messages import Member, Progress, View, WorkerInfo, WorkerPoll
+from shoal.actors.messages import Member, Progress, Start, View, WorkerInfo, WorkerPoll
 from shoal.actors.phases import COUNTER_NAMES
 from shoal.actors.shard_host import Restore
 from shoal.actors.worker import WorkerSpec
-from shoal.kernels.errors import CheckpointError, CheckpointMismatchError, ProtocolError
+from shoal.kernels.errors import CheckpointError, CheckpointMismatchError, ClusterError, ProtocolError
 from shoal.kernels.frame import Flag
 from shoal.platform.cause import decide_cause, find_cause
 from shoal.platform.checkpoint import CheckpointState, collect, decide_resume, list_checkpoints, write_manifest
 from shoal.platform.epochs import claim_epoch, newest_epoch
+from shoal.platform.launch import LaunchFailed, Ready, WorkerHandle, WorkerLauncher
 from shoal.platform.loadplan import plan_load
 from shoal.platform.manifest import CheckpointName, Manifest
 from shoal.platform.placement import ShardingType, TableLoad, plan_placement
@@ -49,36 +50,6 @@ from shoal.platform.storage import Storage
 from shoal.platform.telemetry import EventLog, MetricWriter, ProgressRecord, RayGauges
 
 logger = logging.getLogger(__name__)
-
-
-class WorkerHandle(Protocol):
-    """One worker as the controller sees it. Every call has a deadline; a dead worker raises ClusterError."""
-
-    worker_id: str
-
-    def prepare(self, timeout_s: float) -> WorkerInfo: ...
-    def start(self, view: View, rank: int, restore: Restore | None, timeout_s: float) -> None: ...
-    def poll(self, timeout_s: float) -> WorkerPoll: ...
-    def request(self, flags: int, timeout_s: float) -> None: ...
-    def kill(self) -> None: ...
-
-
-class WorkerLauncher(Protocol):
-    """Where workers come from."""
-
-    def launch(
-        self, spec: WorkerSpec, num_workers: int, start_step: int, timeout_s: float, should_stop: Callable[[], bool]
-    ) -> Sequence[WorkerHandle]:
-        """Start the workers; none, soon after ``should_stop`` has become true. Raises ClusterError at the deadline."""
-        ...
-
-    def open_store(self) -> tuple[str, int]:
-        """Host a TCPStore; returns its address. The previous one, if any, is closed."""
-        ...
-
-    def release(self) -> None:
-        """End everything it started."""
-        ...
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -121,6 +92,8 @@ class RunReport:
     #: ProgressRecord for training, Progress of kind "eval", or an event as (kind, fields).
     items: tuple[Any, ...]
     summary: Mapping[str, Any] | None = None
+    #: Of the controller; the cursor counts its items only.
+    incarnation: int = 0
 
 
 class Controller:
@@ -147,6 +120,7 @@ class Controller:
         self._failed_at: float | None = None
         self._restored = threading.Event()
         self._step, self._samples = 0, 0
+        self._incarnation, self._next_worker = time.time_ns(), 0
         self._epoch = -1
         self._events = EventLog(plan.storage, "c0")
         self._metrics: MetricWriter | None = None
@@ -155,8 +129,10 @@ class Controller:
 
     # ---- for the driver -------------------------------------------------------------------------------------------
 
-    def report(self, cursor: int) -> RunReport:
-        """Everything since ``cursor`` (0 at first)."""
+    def report(self, cursor: int, incarnation: int | None = None) -> RunReport:
+        """Everything since ``cursor`` (0 at first); from the start where it counts in another ``incarnation``."""
+        if incarnation not in (None, self._incarnation):
+            cursor = 0
         with self._lock:
             items = tuple(self._items[cursor:])
             phase, reason = self._over or (self._state.phase, "")
@@ -169,6 +145,7 @@ class Controller:
                 cursor=cursor + len(items),
                 items=items,
                 summary=self._state.summary,
+                incarnation=self._incarnation,
             )
 
     def stop(self, reason: str) -> None:
@@ -285,16 +262,16 @@ class Controller:
         plan = self.plan
         started = time.monotonic()
         self._publish("launch", workers=max(1, plan.num_workers))
-        self._handles = self._launcher.launch(
-            plan.worker, max(1, plan.num_workers), self._first_step, plan.start_timeout_s, self._should_stop
-        )
-        remaining = max(1.0, plan.start_timeout_s - (time.monotonic() - started))
-        preparing = [self._pool.submit(handle.prepare, remaining) for handle in self._handles]
-        while not self._should_stop() and wait(preparing, timeout=0.5).not_done:
-            continue
+        self._launcher.start_feeder(self._first_step, max(1, plan.num_workers))
+        ids = [f"w{self._next_worker + index}" for index in range(max(1, plan.num_workers))]
+        self._next_worker += len(ids)
+        for worker_id in ids:
+            self._launcher.launch_worker(worker_id, plan.worker)
+        infos = self._await_ready(ids, started + plan.start_timeout_s)
         if self._should_stop():
             return
-        self._infos = [future.result() for future in preparing]
+        self._handles = [handle for handle in map(self._launcher.handle, ids) if handle is not None]
+        self._infos = [infos[worker_id] for worker_id in ids]
         first = self._infos[0]
         for info in self._infos[1:]:
             if info.model_hash != first.model_hash:
@@ -309,6 +286,25 @@ class Controller:
             memory_bytes_per_worker=plan.memory_bytes_per_worker,
         )
         self._publish("launched", seconds=round(time.monotonic() - started, 3))
+
+    def _await_ready(self, ids: Sequence[str], deadline: float) -> Mapping[str, WorkerInfo]:
+        """What the workers say once ready; less, soon after a stop is asked. Raises what one of them raised."""
+        infos: dict[str, WorkerInfo] = {}
+        while len(infos) < len(ids) and not self._should_stop():
+            for event in self._launcher.advance():
+                if isinstance(event, LaunchFailed):
+                    raise event.error
+                if isinstance(event, Ready):
+                    infos[event.worker_id] = event.info
+            if len(infos) < len(ids) and time.monotonic() > deadline:
+                capacity = self._launcher.capacity()
+                raise ClusterError(
+                    f"{len(ids) - len(infos)} of {len(ids)} workers were not ready within "
+                    f"{self.plan.start_timeout_s:g} s (run.timeouts.start_timeout_s), {capacity.num_waiting} of them "
+                    f"for want of room: {capacity.text}"
+                )
+            time.sleep(self.plan.poll_interval_s / 4)
+        return infos
 
     # ---- events and instructions ----------------------------------------------------------------------------------
 
@@ -347,7 +343,7 @@ class Controller:
             store_port=port,
         )
         for rank, handle in enumerate(self._handles):
-            handle.start(view, rank, self._restore_of(rank), self.plan.poll_timeout_s)
+            handle.order(Start(view=view, restore=self._restore_of(rank)), self.plan.poll_timeout_s)
 
     def _restore_of(self, rank: int) -> Restore | None:
         manifest = self._manifest

@@ -78,6 +78,7 @@ class FeederMaker:
             self.source.order,
             None,
             max_concurrency=num_workers + 4,  # every worker may wait in a call of its own
+            max_restarts=-1,  # it has no state that it cannot read again
             **options,
         )
 

@@ -84,7 +84,8 @@ class Feeder:
         self._error: BaseException | None = None
         self._is_closed = False
         self._generation = 0
-        self._versions = 0
+        # Above those of a feeder that died, whose blocks some rank may still report as lost.
+        self._versions = time.time_ns()
         self._num_made = 0
         self._num_read_here = 0
         self._is_warm = False
@@ -127,11 +128,12 @@ class Feeder:
                 return 0, []
             is_past = key < _key(self._cursor) or (lost_version is not None and key not in self._blocks)
             if key not in self._blocks and self._error is None:
+                # A feeder that Ray has restarted begins at the run's first step, its ranks are far beyond it.
+                if not is_past and self._distance(key) > self._options.prefetch_windows + 4:
+                    self._restart(self._order.windows(epoch)[window])
                 # Ray Data takes seconds to its first block (measured: 2.4-3.7 s warm): meanwhile read here.
                 if is_past or (self._options.read_here_when_cold and not self._is_warm):
                     return self._read_here(key, lanes)
-                if self._distance(key) > self._options.prefetch_windows + 4:
-                    self._restart(self._order.windows(epoch)[window])
             while key not in self._blocks:
                 self._raise_error()
                 left_s = deadline - time.monotonic()
@@ -146,6 +148,11 @@ class Feeder:
         """Clear an error and produce from the window of ``step`` on; blocks already made are kept."""
         with self._changed:
             self._restart(self._window_of(step))
+
+    def forget_ranks(self) -> None:
+        """The ranks known so far are of a view that is over: what they no longer need, others may (V1)."""
+        with self._changed:
+            self._reports.clear()
 
     def status(self) -> dict[str, Any]:
         """Windows and bytes held, where the producer stands, files left out, and the error if it stopped."""

@@ -113,11 +113,11 @@ def test_killed_worker_ends_the_run_with_its_name(local_ray, data, tmp_path):
 
     def kill_one(item) -> None:
         if getattr(item, "step", 0) >= 8 and not pids:
-            name = next(n for n in actors_of("victim") if "worker-1" in n)
+            name = next(n for n in actors_of("victim") if n.endswith(":w1"))
             pids.append(ray.get(ray.get_actor(name, namespace=NAMESPACE).poll.remote()).status.pid)
             os.kill(pids[0], signal.SIGKILL)
 
-    with pytest.raises(ShoalError, match="worker 1"):
+    with pytest.raises(ShoalError, match="worker w1"):
         trainer(data, tmp_path, workers=2, max_steps=5000, name="victim").fit(on_record=kill_one)
     assert actors_of("victim") == []
 
@@ -151,10 +151,10 @@ def test_reaping_a_run_spares_its_controller_and_other_runs(local_ray):
 
     names = [actor_name(run, role) for run, role in (("a", "feeder"), ("a", "controller"), ("a.b", "feeder"))]
     actors = [create_actor(Idle, name) for name in names]
-    groups = [reserve(actor_name(run, "worker-0-x"), {"CPU": 1.0}) for run in ("a", "a.b")]
-    assert sorted(reap("a")) == ["shoal:a:feeder", "shoal:a:worker-0-x"]
+    groups = [reserve(actor_name(run, "w0"), {"CPU": 1.0}) for run in ("a", "a.b")]
+    assert sorted(reap("a")) == ["shoal:a:feeder", "shoal:a:w0"]
     assert actors_of("a") == ["shoal:a:controller"] and groups_of("a") == []
-    assert actors_of("a.b") == ["shoal:a.b:feeder"] and groups_of("a.b") == ["shoal:a.b:worker-0-x"]
+    assert actors_of("a.b") == ["shoal:a.b:feeder"] and groups_of("a.b") == ["shoal:a.b:w0"]
     import ray
 
     release_group(groups[1])

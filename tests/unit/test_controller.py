@@ -13,6 +13,7 @@ from shoal.actors.messages import SnapshotPart, WorkerInfo, WorkerPhase, WorkerP
 from shoal.kernels.errors import CheckpointError, ClusterError
 from shoal.platform.controller import Controller, RunPlan
 from shoal.platform.epochs import newest_epoch
+from shoal.platform.launch import Capacity, LaunchEvent, Ready
 from shoal.platform.placement import ShardingType
 from shoal.platform.state import RunPhase
 from shoal.platform.storage import Storage
@@ -30,11 +31,11 @@ class FakeHandle:
         self.is_killed = False
         self.views: list[Any] = []
 
-    def prepare(self, timeout_s: float) -> WorkerInfo:
+    def prepare(self) -> WorkerInfo:
         return WorkerInfo(worker_id=self.worker_id, host="h", pid=1, tables=(), model_hash=7, dense_parameters=0)
 
-    def start(self, view: Any, rank: int, restore: Any, timeout_s: float) -> None:
-        self.views.append(view)
+    def order(self, order: Any, timeout_s: float) -> None:
+        self.views.append(order.view)
 
     def poll(self, timeout_s: float) -> WorkerPoll:
         answer = self.answers.pop(0) if len(self.answers) > 1 else self.answers[0]
@@ -59,11 +60,29 @@ class FakeLauncher:
         self.handles = handles
         self.num_released = 0
         self._on_release = on_release
+        self._launched: dict[str, FakeHandle] = {}
+        self._waiting: list[str] = []
 
-    def launch(
-        self, spec: Any, num_workers: int, start_step: int, timeout_s: float, should_stop: Callable[[], bool]
-    ) -> Sequence[FakeHandle]:
-        return self.handles
+    def start_feeder(self, start_step: int, num_workers: int) -> None:
+        pass
+
+    def forget_ranks(self) -> None:
+        pass
+
+    def launch_worker(self, worker_id: str, spec: Any) -> None:
+        self._launched[worker_id] = self.handles[len(self._launched)]
+        self._launched[worker_id].worker_id = worker_id
+        self._waiting.append(worker_id)
+
+    def advance(self) -> Sequence[LaunchEvent]:
+        ready, self._waiting = self._waiting, []
+        return [Ready(worker_id=worker_id, info=self._launched[worker_id].prepare()) for worker_id in ready]
+
+    def handle(self, worker_id: str) -> FakeHandle | None:
+        return self._launched.get(worker_id)
+
+    def capacity(self) -> Capacity:
+        return Capacity(free={}, num_waiting=len(self._waiting), text="nothing")
 
     def open_store(self) -> tuple[str, int]:
         return "127.0.0.1", 1
@@ -112,7 +131,7 @@ def test_dead_worker_ends_the_run_with_its_name(tmp_path):
     handles = [FakeHandle("0", [RUNNING]), FakeHandle("1", [ClusterError("it died")])]
     controller = Controller(make_plan(tmp_path, num_workers=2), FakeLauncher(handles))
     assert controller.run() is RunPhase.FAILED
-    assert "worker 1" in controller.report(0).reason and isinstance(controller.failure, ClusterError)
+    assert "worker w1" in controller.report(0).reason and isinstance(controller.failure, ClusterError)
 
 
 def test_abort_ends_as_stopped_whatever_the_killed_workers_say(tmp_path):
@@ -138,22 +157,20 @@ def test_last_checkpoint_that_was_not_written_fails_the_run(tmp_path):
 
 
 class WaitingLauncher(FakeLauncher):
-    """The cluster has no room: waits until it is told to stop."""
+    """The cluster has no room."""
 
-    def launch(
-        self, spec: Any, num_workers: int, start_step: int, timeout_s: float, should_stop: Callable[[], bool]
-    ) -> Sequence[FakeHandle]:
+    def __init__(self) -> None:
+        super().__init__([FakeHandle("0", [RUNNING])])
+        self.is_waiting = threading.Event()
+
+    def advance(self) -> Sequence[LaunchEvent]:
         self.is_waiting.set()
-        while not should_stop():
-            self.is_waiting.wait(0.01)
         return ()
-
-    is_waiting = threading.Event()
 
 
 @pytest.mark.parametrize(("act", "reason"), [(lambda c: c.stop("SIGINT"), "SIGINT"), (Controller.abort, "aborted")])
 def test_stop_during_launch_is_heard(tmp_path, act, reason):
-    launcher = WaitingLauncher([])
+    launcher = WaitingLauncher()
     controller = Controller(make_plan(tmp_path), launcher)
     thread = threading.Thread(target=controller.run)
     thread.start()
@@ -164,24 +181,10 @@ def test_stop_during_launch_is_heard(tmp_path, act, reason):
     assert (report.phase, report.reason) == (RunPhase.STOPPED, reason) and launcher.num_released > 0
 
 
-def test_stop_while_a_model_is_built_is_heard(tmp_path):
-    begun, release = threading.Event(), threading.Event()
-
-    class SlowHandle(FakeHandle):
-        def prepare(self, timeout_s: float) -> WorkerInfo:
-            begun.set()
-            release.wait(20.0)
-            return super().prepare(timeout_s)
-
-    handle = SlowHandle("0", [RUNNING])
-    controller = Controller(make_plan(tmp_path), FakeLauncher([handle]))
-    thread = threading.Thread(target=controller.run)
-    thread.start()
-    assert begun.wait(10.0)
-    controller.stop("SIGTERM")
-    thread.join(10.0)
-    release.set()
-    assert controller.report(0).phase is RunPhase.STOPPED and not handle.views
+def test_workers_without_room_fail_the_start_saying_what_there_is(tmp_path):
+    controller = Controller(make_plan(tmp_path, start_timeout_s=0.05), WaitingLauncher())
+    assert controller.run() is RunPhase.FAILED
+    assert "1 of 1 workers were not ready within 0.05 s" in controller.report(0).reason
 
 
 def test_workers_that_do_not_stop_are_ended_after_the_time_allowed(tmp_path):
@@ -199,12 +202,12 @@ def test_workers_that_do_not_stop_are_ended_after_the_time_allowed(tmp_path):
 
 
 def test_error_of_an_actor_is_told_by_its_first_and_last_line():
-    from shoal.platform.launch import _told
+    from shoal.platform.launch_ray import told
 
     text = "The actor died in its creation task\n  Traceback:\n    File x\nModuleNotFoundError: No module named 'm'\n\n"
-    told = _told(RuntimeError(text))
-    assert told == "The actor died in its creation task ... ModuleNotFoundError: No module named 'm'"
-    assert _told(RuntimeError("one")) == "one" and _told(RuntimeError("")) == "RuntimeError"
+    said = told(RuntimeError(text))
+    assert said == "The actor died in its creation task ... ModuleNotFoundError: No module named 'm'"
+    assert told(RuntimeError("one")) == "one" and told(RuntimeError("")) == "RuntimeError"
 
 
 def test_epoch_number_is_never_reused_though_no_checkpoint_was_written(tmp_path):
