@@ -4,14 +4,18 @@ Invariants, asserted by number in the test:
 1. Every block of every table has exactly one owner, in [0, world_size).
 2. The result is a pure function of its arguments: stable across machines and Python versions.
 3. TABLE_WISE puts all blocks of a table on one worker; ROW_WISE gives owners of a table that differ by at most one
-   block in number, each a contiguous run of blocks.
+   block in number.
 4. No worker is given more bytes than its limit, or PlanError names the table, the bytes needed and the bytes free.
+5. A changed world (``replan_placement``) keeps the counts of 3 and moves as few row-wise blocks as they allow; blocks
+   move between survivors only to keep the counts, to level bytes that differ by more than LEVEL_TOLERANCE of the mean,
+   or where memory forces it. Planning the same world again moves nothing.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import enum
+import math
 from collections.abc import Mapping, Sequence
 
 from shoal.kernels.errors import PlanError
@@ -23,6 +27,8 @@ ROW_METADATA_BYTES = 32
 DEFAULT_NUM_BLOCKS = 64
 #: A table of fixed size gets no more blocks than keep this many ids in each, so that small tables cost little.
 MIN_IDS_PER_BLOCK = 256
+#: Workers whose bytes differ by less than this part of the mean are left alone: a move has to gain something.
+LEVEL_TOLERANCE = 0.1
 #: Rows assumed for a dynamic table that declares none, for planning only.
 DYNAMIC_ROWS_ESTIMATE = 1_000_000
 
@@ -74,7 +80,8 @@ def plan_placement(
     """Assign every block of every table to a worker.
 
     Tables go largest first; TABLE_WISE ones to the worker with the fewest bytes so far (greedy LPT), ROW_WISE ones are
-    spread, starting at the least loaded worker. A table without an entry in ``sharding`` is ROW_WISE.
+    spread, starting at the least loaded worker; loads that then differ by more than LEVEL_TOLERANCE are levelled. A
+    table without an entry in ``sharding`` is ROW_WISE.
 
     Args:
         specs: the tables; names are unique.
@@ -84,37 +91,155 @@ def plan_placement(
     Returns: one TableLoad per table, in the order of ``specs``.
     Raises: PlanError if a worker would exceed its limit.
     """
-    wanted = sharding or {}
-    load = [0] * world_size
-    placed: dict[str, TableLoad] = {}
-    for spec in sorted(specs, key=lambda spec: (-table_bytes(spec), spec.name)):
-        kind = wanted.get(spec.name, ShardingType.ROW_WISE)
+    wanted = dict(sharding or {})
+    by_size = sorted(specs, key=lambda spec: (-table_bytes(spec), spec.name))
+    load = [0.0] * world_size
+    owners: dict[str, list[int]] = {}
+    reasons: dict[str, str] = {}
+    for spec in by_size:
         lightest = min(range(world_size), key=lambda rank: (load[rank], rank))
-        if kind is ShardingType.TABLE_WISE or spec.num_blocks == 1:
-            owners = (lightest,) * spec.num_blocks
-            reason = f"{table_bytes(spec)} bytes to the worker with the fewest bytes so far ({load[lightest]})"
+        if is_whole(spec, wanted):
+            owners[spec.name] = [lightest] * spec.num_blocks
+            reasons[spec.name] = f"{table_bytes(spec)} bytes to the worker with the fewest bytes so far"
         else:
-            owners = row_wise_owners(spec.num_blocks, world_size, first=lightest)
-            reason = f"{spec.num_blocks} row blocks spread over {min(world_size, spec.num_blocks)} workers"
-        total = table_bytes(spec)
-        counts = [owners.count(rank) for rank in range(world_size)]
-        per_worker = tuple(total * count // spec.num_blocks for count in counts)
-        placed[spec.name] = TableLoad(
-            table=spec.name, sharding=kind, owners=owners, bytes_per_worker=per_worker, reason=reason
-        )
+            owners[spec.name] = list(row_wise_owners(spec.num_blocks, world_size, first=lightest))
+            reasons[spec.name] = f"{spec.num_blocks} row blocks spread over {min(world_size, spec.num_blocks)} workers"
         if memory_bytes_per_worker is not None:
-            _check_fits(spec, per_worker, load, memory_bytes_per_worker)
-        load = [have + more for have, more in zip(load, per_worker)]
-    return tuple(placed[spec.name] for spec in specs)
+            _check_fits(spec, _bytes_per_worker(spec, owners[spec.name], world_size), load, memory_bytes_per_worker)
+        for rank in owners[spec.name]:
+            load[rank] += table_bytes(spec) / spec.num_blocks
+    _level(by_size, owners, load, wanted)
+    return tuple(
+        TableLoad(
+            table=spec.name,
+            sharding=wanted.get(spec.name, ShardingType.ROW_WISE),
+            owners=tuple(owners[spec.name]),
+            bytes_per_worker=_bytes_per_worker(spec, owners[spec.name], world_size),
+            reason=reasons[spec.name],
+        )
+        for spec in specs
+    )
 
 
-def _check_fits(spec: TableSpec, per_worker: Sequence[int], load: Sequence[int], limit: int) -> None:
+def is_whole(spec: TableSpec, sharding: Mapping[str, ShardingType]) -> bool:
+    """Whether all blocks of a table live on one worker."""
+    return spec.num_blocks == 1 or sharding.get(spec.name, ShardingType.ROW_WISE) is ShardingType.TABLE_WISE
+
+
+def _bytes_per_worker(spec: TableSpec, owners: Sequence[int], world_size: int) -> tuple[int, ...]:
+    return tuple(table_bytes(spec) * owners.count(rank) // spec.num_blocks for rank in range(world_size))
+
+
+def _check_fits(spec: TableSpec, per_worker: Sequence[int], load: Sequence[float], limit: int) -> None:
     """Raise PlanError if ``spec`` does not fit beside what is placed already."""
     for rank, more in enumerate(per_worker):
         if load[rank] + more > limit:
-            free = ", ".join(f"worker {r}: {max(0, limit - used)}" for r, used in enumerate(load))
+            free = ", ".join(f"worker {r}: {max(0, limit - math.ceil(used))}" for r, used in enumerate(load))
             raise PlanError(
                 f"table {spec.name!r} does not fit: it needs {more} bytes on worker {rank} "
                 f"({table_bytes(spec)} in all); bytes free: {free}. Add workers, raise scaling.memory_per_worker, "
                 f"shard it row_wise, or use data_type fp16/bf16 or a row-wise optimizer"
             )
+
+
+def replan_placement(
+    specs: Sequence[TableSpec],
+    world_size: int,
+    base: Mapping[str, Sequence[int | None]],
+    *,
+    copies: Mapping[str, Sequence[int | None]] | None = None,
+    sharding: Mapping[str, ShardingType] | None = None,
+    memory_bytes_per_worker: int | None = None,
+) -> dict[str, tuple[int, ...]]:
+    """Assign the blocks of a world whose workers have changed, moving few of them.
+
+    Args:
+        base: table -> for every block the worker (by its new number) that owns it now, None where that one is gone.
+            A table without an entry is new.
+        copies: table -> for every block the worker that holds a copy, or None: it is preferred for a block that moves.
+        memory_bytes_per_worker: limit per worker, or None.
+
+    Returns: table -> owner of every block. Raises: PlanError if a worker would exceed its limit however placed.
+    """
+    wanted = dict(sharding or {})
+    by_size = sorted(specs, key=lambda spec: (-table_bytes(spec), spec.name))
+    load = [0.0] * world_size
+    owners: dict[str, list[int]] = {}
+    for spec in by_size:
+        old = base.get(spec.name, (None,) * spec.num_blocks)
+        if is_whole(spec, wanted):
+            kept = [rank for rank in old if rank is not None]
+            chosen = max(set(kept), key=lambda r: (kept.count(r), -r)) if kept else load.index(min(load))
+            owners[spec.name] = [chosen] * spec.num_blocks
+        else:
+            held = (copies or {}).get(spec.name, (None,) * spec.num_blocks)
+            owners[spec.name] = _spread(old, held, load)
+        for rank in owners[spec.name]:
+            load[rank] += table_bytes(spec) / spec.num_blocks
+    _level(by_size, owners, load, wanted)
+    if memory_bytes_per_worker is not None and max(load) > memory_bytes_per_worker:
+        fresh = plan_placement(specs, world_size, sharding=wanted, memory_bytes_per_worker=memory_bytes_per_worker)
+        return {table.table: table.owners for table in fresh}
+    return {spec.name: tuple(owners[spec.name]) for spec in specs}
+
+
+def _spread(old: Sequence[int | None], held: Sequence[int | None], load: Sequence[float]) -> list[int]:
+    """Owners of a row-wise table's blocks: equal counts but for one, as many blocks as possible where they are."""
+    world_size = len(load)
+    least, num_extra = divmod(len(old), world_size)
+    counts = [0] * world_size
+    for rank in old:
+        if rank is not None:
+            counts[rank] += 1
+    # One block more costs no move on a worker that has it already; else it goes where bytes are few.
+    order = sorted(range(world_size), key=lambda rank: (counts[rank] <= least, load[rank], rank))
+    room = [least] * world_size
+    for rank in order[:num_extra]:
+        room[rank] += 1
+    owners: list[int] = [-1] * len(old)
+    for prefer in (old, held):
+        for block, rank in enumerate(prefer):
+            if owners[block] < 0 and rank is not None and room[rank] > 0:
+                owners[block] = rank
+                room[rank] -= 1
+    by_room = sorted(range(world_size), key=lambda rank: (-room[rank], load[rank], rank))
+    vacant = (rank for rank in by_room for _ in range(room[rank]))
+    return [rank if rank >= 0 else next(vacant) for rank in owners]
+
+
+def _level(
+    by_size: Sequence[TableSpec],
+    owners: dict[str, list[int]],
+    load: list[float],
+    sharding: Mapping[str, ShardingType],
+) -> None:
+    """Move whole tables, and blocks where the counts allow it, from the fullest to the emptiest worker, in place.
+
+    Every move lowers the sum of squares of the loads, so it ends; the bound is for the reader.
+    """
+    tolerance = LEVEL_TOLERANCE * sum(load) / len(load)
+    for _ in range(len(by_size) * len(load) + 1):
+        full, empty = load.index(max(load)), load.index(min(load))
+        gap = load[full] - load[empty]
+        if gap <= tolerance:
+            return
+        best: tuple[float, TableSpec] | None = None
+        for spec in by_size:
+            numbers = owners[spec.name]
+            whole = is_whole(spec, sharding)
+            size = table_bytes(spec) / (1 if whole else spec.num_blocks)
+            is_movable = numbers[0] == full if whole else numbers.count(full) > numbers.count(empty)
+            if is_movable and 0 < size < gap and (best is None or abs(2 * size - gap) < best[0]):
+                best = (abs(2 * size - gap), spec)
+        if best is None:
+            return
+        numbers = owners[best[1].name]
+        moved = range(len(numbers)) if is_whole(best[1], sharding) else [_last(numbers, full)]
+        for block in moved:
+            numbers[block] = empty
+            load[full] -= table_bytes(best[1]) / len(numbers)
+            load[empty] += table_bytes(best[1]) / len(numbers)
+
+
+def _last(numbers: Sequence[int], rank: int) -> int:
+    return max(block for block, owner in enumerate(numbers) if owner == rank)
