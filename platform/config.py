@@ -15,6 +15,7 @@ from typing import Any, ClassVar, Literal
 
 from shoal.kernels.schema import Schema, SparseColumn
 from shoal.kernels.spec import TableSpec
+from shoal.platform.config_failure import FailureConfig
 from shoal.platform.config_fields import ByteSize, Config, Problem, bounded
 from shoal.platform.config_train import (
     DenseOptimizerConfig,
@@ -30,6 +31,7 @@ __all__ = [
     "CheckpointConfig",
     "DataConfig",
     "DenseOptimizerConfig",
+    "FailureConfig",
     "JobConfig",
     "ModelConfig",
     "OptimizerConfig",
@@ -162,8 +164,11 @@ class ScalingConfig(Config):
     """How many workers and what each of them gets (ray.train's vocabulary)."""
 
     num_workers: int | tuple[int, int] = bounded(1, low=0, high=65_536)
-    """Worker processes. 0: train in the calling process, without Ray, with the same numbers. A ``[min, max]`` pair is
-    reserved for elastic runs and accepted only when both are equal."""
+    """Worker processes. 0: train in the calling process, without Ray, with the same numbers. ``[min, max]``: as many as
+    the cluster has room for, changing while the run trains; below min it pauses."""
+    elastic_resize_monitor_interval_s: float = bounded(10.0, low=0, high=86_400)
+    """Least time between two changes of the number of workers that follow the cluster's room, in seconds. Losses,
+    draining nodes and ``shoal scale`` do not wait for it."""
     use_gpu: bool = False
     """Whether a GPU is reserved for each worker. Only the exchange between workers uses it, with transport nccl: the
     model, its rows and the optimizers stay on the CPU."""
@@ -189,6 +194,11 @@ class ScalingConfig(Config):
         return self.num_workers if isinstance(self.num_workers, int) else self.num_workers[1]
 
     @property
+    def is_elastic(self) -> bool:
+        """Whether the number of workers follows the cluster's room."""
+        return self.min_workers < self.max_workers
+
+    @property
     def cpus_per_worker(self) -> float:
         return self.resources_per_worker.get("CPU", 1.0)
 
@@ -205,8 +215,8 @@ class ScalingConfig(Config):
         pair = [self.min_workers, self.max_workers]
         if self.min_workers > self.max_workers:
             yield Problem("num_workers", f"is {pair}: min is greater than max; write [min, max]")
-        elif self.min_workers < self.max_workers:
-            yield Problem("num_workers", f"is {pair}: elastic runs are not available yet; write one number")
+        elif self.is_elastic and self.min_workers == 0:
+            yield Problem("num_workers", f"is {pair}: min must be >= 1; 0 stands for training in this process")
         for name, amount in self.resources_per_worker.items():
             if not amount >= 0:
                 yield Problem(f"resources_per_worker.{name}", f"is {amount}; it must be >= 0")
@@ -268,6 +278,8 @@ class RunConfig(Config):
     resume: Literal["auto", "must", "never"] | int = "auto"
     """``auto``: go on from the newest complete checkpoint, if any; ``must``: fail without one; ``never``: start at
     step 0; a number: go on from the checkpoint of exactly that step."""
+    failure: FailureConfig = dataclasses.field(default_factory=FailureConfig)
+    """What happens when workers are lost, and how rows are kept safe from that."""
     timeouts: TimeoutConfig = dataclasses.field(default_factory=TimeoutConfig)
     """Deadlines of everything that waits."""
 

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from shoal.kernels.errors import ConfigError
-from shoal.platform.config import CheckpointConfig, RunConfig, ScalingConfig
+from shoal.platform.config import CheckpointConfig, FailureConfig, RunConfig, ScalingConfig
 from shoal.platform.config_fields import build
 
 #: What to say about a field of Ray's that has no counterpart here.
@@ -20,10 +20,16 @@ _ADVICE = {
     "callbacks": "read events/ and metrics/ in the run's folder",
     "checkpoint_score_attribute": "checkpoints are kept by age; set num_to_keep",
     "label_selector": "placement by label is not available",
-    "max_failures": "recovery is not available yet: run the job again, it resumes from its newest checkpoint",
+    "max_preemption_failures": "losses on nodes that were announced to go are never counted",
+    "preemption_grace_s": "workers leave a draining node before its deadline",
+    "relax_collectives_on_preemption": "workers leave a draining node before its deadline",
     "storage_filesystem": "give storage_path as a URI such as s3://bucket/path",
     "worker_runtime_env": "pass the runtime environment to `ray job submit`",
 }
+
+#: Fields with the same name and meaning on both sides.
+_SCALING_FIELDS = ("num_workers", "use_gpu", "elastic_resize_monitor_interval_s")
+_FAILURE_FIELDS = ("max_failures", "controller_failure_limit")
 
 
 def scaling_config(value: Any) -> ScalingConfig:
@@ -37,7 +43,7 @@ def scaling_config(value: Any) -> ScalingConfig:
     memory = resources.pop("memory", None)
     # Every worker has a placement group of its own, so a strategy over all workers has nothing to act on.
     fields.pop("placement_strategy", None)
-    taken = {name: fields.pop(name) for name in ("num_workers", "use_gpu") if name in fields}
+    taken = {name: fields.pop(name) for name in _SCALING_FIELDS if name in fields}
     _refuse_rest(fields, "ray.train.ScalingConfig")
     return ScalingConfig(
         **taken,
@@ -53,13 +59,13 @@ def run_config(value: Any) -> RunConfig:
     if isinstance(value, Mapping):
         return build(RunConfig, value, "run")
     fields = _fields(value, "RunConfig")
-    check_failure_config(fields.pop("failure_config", None))
+    failure = failure_config(fields.pop("failure_config", None))
     checkpoint = fields.pop("checkpoint_config", None)
     # Verbosity of Ray Train's own console; ours is one progress line.
     fields.pop("logging_config", None)
     taken = {name: fields.pop(name) for name in ("name", "storage_path") if fields.get(name) is not None}
     _refuse_rest(fields, "ray.train.RunConfig")
-    return RunConfig(**taken, checkpoint=checkpoint_config(checkpoint))
+    return RunConfig(**taken, checkpoint=checkpoint_config(checkpoint), failure=failure)
 
 
 def checkpoint_config(value: Any) -> CheckpointConfig:
@@ -74,10 +80,17 @@ def checkpoint_config(value: Any) -> CheckpointConfig:
     return CheckpointConfig(num_to_keep=keep)
 
 
-def check_failure_config(value: Any) -> None:
-    """Accept a ray.train.FailureConfig that asks for nothing, or None; raise ConfigError for what it does ask for."""
-    if value is not None:
-        _refuse_rest(_fields(value, "FailureConfig"), "ray.train.FailureConfig")
+def failure_config(value: Any) -> FailureConfig:
+    """A FailureConfig from ours, ray.train's or None (defaults). Raises ConfigError naming the field.
+
+    Ray's default of no restarts cannot be told from its absence, and means ours: any number, with progress in between.
+    """
+    if value is None or isinstance(value, FailureConfig):
+        return value or FailureConfig()
+    fields = _fields(value, "FailureConfig")
+    taken = {name: fields.pop(name) for name in _FAILURE_FIELDS if name in fields}
+    _refuse_rest(fields, "ray.train.FailureConfig")
+    return FailureConfig(**taken)
 
 
 def _fields(value: Any, class_name: str) -> dict[str, Any]:

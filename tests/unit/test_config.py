@@ -12,6 +12,7 @@ from shoal.kernels.spec import DataType, OptimizerKind, WeightDecayMode
 from shoal.platform.config import (
     DataConfig,
     DenseOptimizerConfig,
+    FailureConfig,
     JobConfig,
     ModelConfig,
     OptimizerConfig,
@@ -27,6 +28,10 @@ from shoal.platform.config import (
 
 def job(**sections) -> JobConfig:
     return JobConfig(**{"run": RunConfig(name="r"), **sections})
+
+
+def failure(**fields) -> RunConfig:
+    return RunConfig(name="r", failure=FailureConfig(**fields))
 
 
 def dense_optimizer(**fields) -> TrainConfig:
@@ -89,7 +94,12 @@ def test_wrong_type_names_field_value_and_what_is_allowed(build, words):
     ("sections", "words"),
     [
         ({"scaling": ScalingConfig(num_workers=(4, 2))}, ["scaling.num_workers", "[4, 2]", "min is greater than max"]),
-        ({"scaling": ScalingConfig(num_workers=(2, 4))}, ["scaling.num_workers", "not available yet"]),
+        ({"scaling": ScalingConfig(num_workers=(0, 4))}, ["scaling.num_workers", "min must be >= 1"]),
+        ({"run": failure(on_loss="standby")}, ["run.failure.num_standby", "at least one"]),
+        ({"run": failure(num_standby=2)}, ["run.failure.num_standby", "on_loss standby"]),
+        ({"run": failure(orphan_s=10)}, ["run.failure.lease_s", "30, 60, 10"]),
+        ({"run": failure(max_failures=-2)}, ["run.failure.max_failures", ">= -1"]),
+        ({"run": failure(protect_every_steps=0)}, ["run.failure.protect_every_steps", ">= 1"]),
         ({"scaling": ScalingConfig(num_workers=-1)}, ["scaling.num_workers", ">= 0"]),
         ({"data": DataConfig(batch_size=0)}, ["data.batch_size", "is 0", ">= 1"]),
         ({"train": TrainConfig(lr=float("nan"))}, ["train.lr", "nan"]),

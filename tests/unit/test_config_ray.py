@@ -7,8 +7,8 @@ import pytest
 train = pytest.importorskip("ray.train")
 
 from shoal.kernels.errors import ConfigError  # noqa: E402
-from shoal.platform.config import CheckpointConfig, RunConfig, ScalingConfig  # noqa: E402
-from shoal.platform.config_ray import check_failure_config, checkpoint_config, run_config, scaling_config  # noqa: E402
+from shoal.platform.config import CheckpointConfig, FailureConfig, RunConfig, ScalingConfig  # noqa: E402
+from shoal.platform.config_ray import checkpoint_config, failure_config, run_config, scaling_config  # noqa: E402
 
 
 def test_scaling_config_keeps_workers_and_resources():
@@ -52,8 +52,7 @@ def test_ours_and_nothing_pass_through():
     [
         (lambda: scaling_config(train.ScalingConfig(accelerator_type="A100")), ["accelerator_type", "A100"]),
         (lambda: scaling_config(train.ScalingConfig(label_selector={"a": "b"})), ["label_selector"]),
-        (lambda: check_failure_config(train.FailureConfig(max_failures=3)), ["FailureConfig(max_failures=3)"]),
-        (lambda: run_config(train.RunConfig(failure_config=train.FailureConfig(max_failures=1))), ["max_failures"]),
+        (lambda: failure_config(train.RunConfig()), ["FailureConfig", "RunConfig"]),
         (
             lambda: checkpoint_config(train.CheckpointConfig(checkpoint_score_attribute="auc")),
             ["checkpoint_score_attribute", "num_to_keep"],
@@ -69,6 +68,24 @@ def test_unsupported_field_is_refused_by_name(convert, words):
     assert all(word in str(caught.value) for word in words), str(caught.value)
 
 
-def test_elastic_pair_is_refused_when_validated():
-    with pytest.raises(ConfigError, match="not available yet"):
-        scaling_config(train.ScalingConfig(num_workers=(1, 4))).validate()
+def test_elastic_pair_and_its_interval_are_taken():
+    ours = scaling_config(train.ScalingConfig(num_workers=(1, 4), elastic_resize_monitor_interval_s=5))
+    assert (ours.min_workers, ours.max_workers, ours.is_elastic) == (1, 4, True)
+    assert ours.elastic_resize_monitor_interval_s == 5
+    ours.validate()
+
+
+def test_failure_config_keeps_its_budgets():
+    theirs = train.FailureConfig(max_failures=3, controller_failure_limit=2)
+    ours = run_config(train.RunConfig(failure_config=theirs)).failure
+    assert ours == FailureConfig(max_failures=3, controller_failure_limit=2)
+    assert failure_config(train.FailureConfig()) == failure_config(None) == FailureConfig()
+
+
+def test_failure_field_without_counterpart_is_refused():
+    theirs = train.FailureConfig()
+    if not hasattr(theirs, "preemption_grace_s"):
+        pytest.skip("this Ray knows no preemption budget")
+    theirs = train.FailureConfig(preemption_grace_s=5.0)
+    with pytest.raises(ConfigError, match="preemption_grace_s"):
+        failure_config(theirs)

@@ -1,0 +1,248 @@
+"""What to make of a failure: who is lost, whether the run goes on, and with how many workers (PROTOCOLS F2, F9). Pure.
+
+Invariants, asserted by number in the test:
+1. A worker that answers and is parked is never a suspect.
+2. Nobody is a suspect on the word of a peer alone: before the deadline only the dead, the failed and the silent are.
+3. After the deadline every run either has a suspect or has all its workers parked: a decision is always reached.
+4. A budget counts losses, not workers; each of the three budgets can end the run by itself, and says which it was.
+5. A run goes on only with at least ``min_workers``; below, it waits, and at last stops.
+6. Replacements take lost ranks one to one; with enough of them the number of workers stays (F9).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection, Mapping, Sequence
+
+from shoal.actors.messages import WorkerPhase, WorkerStatus
+from shoal.platform.config_failure import FailureConfig
+
+#: Phases in which a worker takes no part in any exchange and waits for orders.
+_RESTING = (WorkerPhase.PARKED, WorkerPhase.LEFT, WorkerPhase.FINISHED)
+
+
+# ---- who is lost --------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Seen:
+    """What the controller knows of one worker."""
+
+    worker_id: str
+    #: Its newest answer; None: it has never answered.
+    status: WorkerStatus | None
+    #: Seconds since that answer was asked for and came.
+    silent_s: float = 0.0
+    #: Ray says that the process is gone.
+    is_dead: bool = False
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SuspectDecision:
+    """Who is lost. ``is_final`` False: ask again, somebody may still park."""
+
+    suspects: tuple[str, ...]
+    is_final: bool
+    reason: str
+
+
+def decide_suspects(
+    seen: Sequence[Seen],
+    *,
+    since_report_s: float,
+    answer_timeout_s: float,
+    park_timeout_s: float,
+    complaints: Mapping[str, Collection[str]] | None = None,
+) -> SuspectDecision:
+    """Who has to be killed before the survivors go on (F2).
+
+    Args:
+        seen: all workers of the view, and joiners that have been told to form its groups.
+        since_report_s: since the first failure was reported or seen.
+        answer_timeout_s: silence after which a worker counts as lost, once a failure is known.
+        park_timeout_s: how long a healthy worker may take to notice and park: the operation timeout and some more.
+        complaints: worker id -> peers it could not reach, from the errors of this and the attempts just before. Used
+            where all are parked and yet groups cannot be formed: whom most cannot reach is lost.
+    """
+    lost = {one.worker_id: "is dead" for one in seen if one.is_dead}
+    for one in seen:
+        if one.worker_id in lost:
+            continue
+        if one.status is not None and one.status.phase is WorkerPhase.FAILED:
+            lost[one.worker_id] = f"failed: {one.status.error or 'no reason given'}"
+        elif one.silent_s > answer_timeout_s:
+            lost[one.worker_id] = f"has not answered for {one.silent_s:.1f} s"
+    busy = [one for one in seen if one.worker_id not in lost and not _is_resting(one)]
+    if busy and since_report_s < park_timeout_s:
+        return _decided(lost, False, f"waiting for {', '.join(sorted(one.worker_id for one in busy))} to park")
+    if busy:
+        behind = min(_position(one) for one in busy)
+        for one in busy:
+            if _position(one) == behind:
+                lost[one.worker_id] = f"has not parked after {since_report_s:.1f} s and is furthest behind{_where(one)}"
+        # Whoever is busy but not furthest behind gets another turn: its peer's end may release it.
+        return _decided(lost, len(busy) == sum(_position(one) == behind for one in busy), "")
+    if not lost and complaints:
+        accused = _most_accused(complaints, {one.worker_id for one in seen})
+        if accused is not None:
+            lost[accused[0]] = f"cannot be reached by {accused[1]} of {len(seen) - 1} workers"
+    return _decided(lost, True, "all workers are parked, none is lost")
+
+
+def _is_resting(one: Seen) -> bool:
+    return one.status is not None and one.status.phase in _RESTING
+
+
+def _position(one: Seen) -> tuple[int, int]:
+    return (-1, -1) if one.status is None else (one.status.epoch, one.status.step)
+
+
+def _where(one: Seen) -> str:
+    if one.status is None:
+        return ", never heard of"
+    return f", at step {one.status.step}, {one.status.phase.value} for {one.status.since_s:.1f} s"
+
+
+def _most_accused(complaints: Mapping[str, Collection[str]], workers: Collection[str]) -> tuple[str, int] | None:
+    """The worker that the most peers cannot reach, and by how many; among equals the one that reaches the fewest."""
+    counts = {
+        worker: sum(worker in peers for other, peers in complaints.items() if other != worker) for worker in workers
+    }
+    worst = max(counts, key=lambda worker: (counts[worker], len(complaints.get(worker, ())), worker), default=None)
+    return (worst, counts[worst]) if worst is not None and counts[worst] else None
+
+
+def _decided(lost: Mapping[str, str], is_final: bool, otherwise: str) -> SuspectDecision:
+    parts = [f"{worker} {why}" for worker, why in sorted(lost.items())]
+    if otherwise and (not parts or not is_final):
+        parts.append(otherwise)
+    return SuspectDecision(suspects=tuple(sorted(lost)), is_final=is_final, reason="; ".join(parts))
+
+
+# ---- whether the run goes on --------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Loss:
+    """One failure that took workers, or that made a run go back: what the budgets count."""
+
+    #: Highest step that any worker had applied when it happened.
+    step: int
+    workers: tuple[str, ...] = ()
+    #: All its workers were on nodes that had been announced to go.
+    is_announced: bool = False
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Go:
+    """The run goes on."""
+
+    reason: str
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Stop:
+    """The run ends, resumable from its newest checkpoint."""
+
+    reason: str
+
+
+def decide_budget(losses: Sequence[Loss], controller_restarts: int, config: FailureConfig) -> Go | Stop:
+    """Whether a run may go on after ``losses`` (oldest first, the present one last) and restarts of its controller."""
+    counted = sum(not loss.is_announced for loss in losses)
+    in_a_row = _without_progress(losses)
+    budgets = (
+        (counted, config.max_failures, "losses of workers", "max_failures"),
+        (in_a_row, config.max_failures_without_progress, "losses without a new step", "max_failures_without_progress"),
+        (controller_restarts, config.controller_failure_limit, "controller restarts", "controller_failure_limit"),
+    )
+    for count, limit, what, field in budgets:
+        if 0 <= limit < count:
+            return Stop(reason=f"{count} {what}: run.failure.{field} is {limit}")
+    shown = ", ".join(f"{count} of {'any' if limit < 0 else limit} {what}" for count, limit, what, _ in budgets)
+    return Go(reason=shown)
+
+
+def _without_progress(losses: Sequence[Loss]) -> int:
+    """Losses at the end of the list without a step beyond all earlier ones in between; the first has progress."""
+    in_a_row, best = 0, -1
+    for index, loss in enumerate(losses):
+        in_a_row = in_a_row + 1 if index and loss.step <= best else 0
+        best = max(best, loss.step)
+    return in_a_row
+
+
+# ---- with how many ------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LossState:
+    """What is left of a view after a loss."""
+
+    survivors: tuple[str, ...]
+    #: Members of the view that are gone and would be replaced; not those that were leaving anyway.
+    lost: tuple[str, ...]
+    #: Workers that have built their model and are in no view: standbys and replacements, oldest first.
+    ready: tuple[str, ...] = ()
+    #: Workers that are being started.
+    num_starting: int = 0
+    #: Since the loss was decided.
+    waited_s: float = 0.0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Resume:
+    """Go on with ``members``; ``replaced``: joiner -> lost worker whose rank it takes."""
+
+    members: tuple[str, ...]
+    replaced: Mapping[str, str]
+    reason: str
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Wait:
+    """Start ``num_start`` more workers and decide again when one is ready, or after ``until_s``."""
+
+    num_start: int
+    #: Seconds after the loss at which the decision changes by itself.
+    until_s: float
+    #: Fewer workers than the minimum are left: the run is paused, not merely recovering.
+    is_below_min: bool
+    reason: str
+
+
+def decide_loss(state: LossState, config: FailureConfig, *, min_workers: int, is_elastic: bool) -> Resume | Wait | Stop:
+    """How the run goes on after a loss: ``on_loss``, with the reason. Asked again whenever ``state`` changes."""
+    policy = config.loss_policy(is_elastic=is_elastic)
+    num_missing = len(state.lost) - len(state.ready)
+    available = len(state.survivors) + min(len(state.ready), len(state.lost))
+    enough = len(state.survivors) + len(state.ready) >= min_workers
+    if num_missing <= 0 and available >= min_workers:
+        return _resume(state, f"{policy}: {len(state.lost)} replaced by workers that are ready")
+    if policy == "replace" and state.waited_s < config.replace_timeout_s:
+        num_start = max(0, num_missing - state.num_starting, min_workers - available - state.num_starting)
+        return Wait(
+            num_start=num_start,
+            until_s=config.replace_timeout_s,
+            is_below_min=not enough,
+            reason=f"replace: waiting for {max(num_missing, 1)} new workers, at most {config.replace_timeout_s:g} s",
+        )
+    if enough and (state.survivors or state.ready):
+        late = "" if policy != "replace" else f": no replacement within {config.replace_timeout_s:g} s"
+        return _resume(
+            state, f"{policy}{late}: {len(state.survivors)} of {len(state.survivors) + len(state.lost)} left"
+        )
+    have = len(state.survivors) + len(state.ready)
+    if state.waited_s >= config.capacity_timeout_s:
+        return Stop(reason=f"{have} workers for {state.waited_s:.0f} s: at least {min_workers} are needed")
+    return Wait(
+        num_start=max(0, min_workers - have - state.num_starting),
+        until_s=config.capacity_timeout_s,
+        is_below_min=True,
+        reason=f"paused: {have} workers are left, at least {min_workers} are needed",
+    )
+
+
+def _resume(state: LossState, reason: str) -> Resume:
+    """All survivors, replacements for as many lost ranks as there are, and further ready workers below the minimum."""
+    return Resume(members=state.survivors + state.ready, replaced=dict(zip(state.ready, state.lost)), reason=reason)
