@@ -65,6 +65,37 @@ class BlockRows:
         )
 
 
+@dataclasses.dataclass(frozen=True)
+class BlockChanges:
+    """What changed in one row block between two cuts; applied to a copy as of the older, it is one of the younger."""
+
+    #: Rows made or updated, as they are at the younger cut.
+    rows: BlockRows
+    #: int64[m]: ids deleted, sorted as uint64.
+    deleted: torch.Tensor
+    #: Sum of hash(new row) - hash(old row) over the changes, modulo 2^64: the change of the block's checksum.
+    checksum_delta: int
+
+    def __len__(self) -> int:
+        return len(self.rows) + self.deleted.numel()
+
+    @property
+    def nbytes(self) -> int:
+        return self.rows.nbytes + 8 * self.deleted.numel()
+
+
+def rows_checksum(rows: BlockRows) -> int:
+    """Sum modulo 2^64 of a 64-bit hash per row over all its state: no order, so parts and changes add up.
+
+    Equals ``hashing.rows_checksum_reference``. Raises ValueError for columns that are not contiguous.
+    """
+    n = len(rows)
+    if not all(column.is_contiguous() for column in (rows.ids, rows.weights, rows.slots, rows.last_step, rows.count)):
+        raise ValueError("rows_checksum needs contiguous columns")
+    weight_bytes = rows.weights.shape[1] * rows.weights.element_size()
+    return _core.rows_checksum(n, *rows.addresses(), weight_bytes, rows.slots.shape[1] * 4)
+
+
 def export_rows(store: _core.RowStore, cut: _core.Cut | None, spec: TableSpec, table: int, block: int) -> BlockRows:
     """Rows of one block from a cut, or from the live store where ``cut`` is None. O(rows), near memory speed."""
     export = _core.BlockExport(store, cut, table, block)
@@ -91,6 +122,28 @@ class Cut:
         Raises ValueError where the store did not own the block at the cut, RuntimeError after ``release``.
         """
         return export_rows(self._store, self._cut, self._tables[table], table, block)
+
+    def export_changes(self, since: Cut, table: int, block: int) -> BlockChanges:
+        """Rows of the block made or updated, and ids deleted, between the older cut ``since`` and this one.
+
+        Both cuts are open, of one store. A row that was written but is the same again is left out, unless it was
+        deleted and made again. O(changed rows); the first export of a pair of cuts lists the changes of all blocks.
+        Any thread; exports of one cut wait for each other. Raises ValueError where the block was not owned at one of
+        the cuts or was dropped between them (send its rows whole then), RuntimeError after ``release``.
+        """
+        export = _core.ChangeExport(self._cut, since._cut, table, block)
+        rows = BlockRows.empty(self._tables[table], export.num_rows)
+        deleted = torch.empty(export.num_deleted, dtype=torch.int64)
+        export.fill(*rows.addresses(), deleted.data_ptr())
+        return BlockChanges(rows, deleted, export.checksum_delta)
+
+    def num_changed(self, since: Cut) -> int:
+        """An upper bound of the rows that changed, in all blocks, between ``since`` and this cut; cheap. Any thread."""
+        return self._cut.num_changed(since._cut)
+
+    def roll_back(self, step: int) -> None:
+        """See ``RowStore.rollback``, which calls this."""
+        self._cut.roll_back(step)
 
     def release(self) -> None:
         """Let go of the saved versions; waits for an export of this cut in another thread."""

@@ -74,6 +74,34 @@ def column_bits(keys: np.ndarray, embedding_dim: int) -> np.ndarray:
     return x
 
 
+def row_hashes_reference(
+    ids: np.ndarray, last_step: np.ndarray, count: np.ndarray, slots: np.ndarray, weights: np.ndarray
+) -> np.ndarray:
+    """A 64-bit hash of all that each row is. ids, last_step, count int64[N], slots float32[N, S], weights any [N, D].
+
+    The payload is the bytes of slots, then weights, as little-endian 64-bit words padded with zeros; each word d meets
+    a key k of its place as d + low32(d ^ k) * high32(d ^ k). Native twin: ``csrc/core/store/checksum.h``. uint64[N].
+    """
+    parts = [np.ascontiguousarray(part).reshape(len(ids), -1).view(np.uint8) for part in (slots, weights) if part.size]
+    payload = np.concatenate(parts, axis=1) if parts else np.zeros((len(ids), 0), np.uint8)
+    padded = np.zeros((len(ids), -(-payload.shape[1] // 8) * 8), np.uint8)
+    padded[:, : payload.shape[1]] = payload
+    words = padded.view("<u8")
+    places = np.arange(1, words.shape[1] + 1, dtype=np.uint64)
+    mixed = words ^ fmix64(places * np.uint64(GOLDEN64))[None, :]
+    terms = words + (mixed & np.uint64(0xFFFFFFFF)) * (mixed >> np.uint64(32))
+    meta = (last_step.astype(np.uint64) << np.uint64(32)) | count.astype(np.uint64)
+    head = fmix64(fmix64(_as_uint64(ids) + np.uint64(GOLDEN64)) + meta)
+    return fmix64(head + terms.sum(axis=1, dtype=np.uint64))
+
+
+def rows_checksum_reference(
+    ids: np.ndarray, last_step: np.ndarray, count: np.ndarray, slots: np.ndarray, weights: np.ndarray
+) -> int:
+    """Sum modulo 2^64 of :func:`row_hashes_reference`: the checksum of a set of rows, in any order."""
+    return int(row_hashes_reference(ids, last_step, count, slots, weights).sum(dtype=np.uint64))
+
+
 def init_range(init_min: float, init_max: float) -> tuple[np.float32, np.float32, int]:
     """(min, unit, steps): a value is ``min + (bits * steps >> 32) * unit``; unit is a power of two, steps <= 2^24."""
     low = np.float32(init_min)

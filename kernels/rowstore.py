@@ -8,8 +8,13 @@ Guarantees:
 3. ``undo`` restores weights, optimizer state, steps, counts and existence bit for bit (PROTOCOLS C2).
 4. A cut reads as the store was when it was opened (C1), from any thread.
 5. No result depends on slots, block layout or thread count.
+6. ``rollback`` makes owned blocks read as they did at a cut, whatever happened since.
+7. A replica block (a copy of another worker's) is not owned: no look-up, update, count, cut, undo or rollback sees it.
 
-One training thread calls everything except ``Cut.export_block``.
+Threads: one training thread calls everything, except that any thread may export from a cut and ask what is held, and
+one other thread (the importer) may create replica blocks, import into them, apply changes to them, export, check and
+drop them while the training thread trains. ``set_replica`` is the training thread's, with no import of that block under
+way.
 """
 
 from __future__ import annotations
@@ -20,7 +25,7 @@ import numpy as np
 import torch
 
 from shoal.kernels import _core
-from shoal.kernels.cut import TORCH_DTYPES, BlockRows, Cut, export_rows
+from shoal.kernels.cut import TORCH_DTYPES, BlockChanges, BlockRows, Cut, export_rows
 from shoal.kernels.errors import BadIdError, CapacityError, CheckpointError
 from shoal.kernels.spec import DataType, TableSpec
 
@@ -87,37 +92,76 @@ class RowStore:
 
     # Blocks.
 
-    def add_block(self, table: int, block: int) -> None:
-        """Become the owner of a row block, with no rows; nothing happens if it is owned already."""
+    def add_block(self, table: int, block: int, *, is_replica: bool = False) -> None:
+        """Hold a row block, with no rows, as its owner or as a replica; nothing happens if it is held so already.
+
+        Raises ValueError where it is held the other way: ``set_replica`` promotes and demotes.
+        """
         self._check_block(table, block)
-        self.native.add_block(table, block)
+        self.native.add_block(table, block, is_replica)
 
     def add_all_blocks(self) -> None:
         """Own every block of every table: a store that stands alone."""
         for index, table in enumerate(self.tables):
             for block in range(table.num_blocks):
-                self.native.add_block(index, block)
+                self.native.add_block(index, block, False)
+
+    def set_replica(self, table: int, block: int, is_replica: bool) -> None:
+        """Promote a replica to an owned block, or demote an owned block; its rows stay. O(1), at a step boundary.
+
+        Cuts opened before a demotion still read the block as it was, whatever is imported into it later; a promoted
+        block is in the cuts opened from now on. Raises ValueError where the block is not held.
+        """
+        self._check_block(table, block)
+        self.native.set_replica(table, block, is_replica)
 
     def drop_block(self, table: int, block: int) -> None:
-        """Delete a block's rows and no longer own it. Open cuts still read them. At a step boundary only."""
+        """No longer hold a block, owned (at a step boundary only) or replica. Open cuts still read its rows."""
         self._check_block(table, block)
         self.native.drop_block(table, block)
 
     def owns(self, table: int, block: int) -> bool:
+        """Whether the block is here and not a replica."""
         self._check_block(table, block)
         return self.native.owns(table, block)
+
+    def is_replica(self, table: int, block: int) -> bool:
+        self._check_block(table, block)
+        return self.native.is_replica(table, block)
+
+    def holds(self, table: int, block: int) -> bool:
+        """Whether the block is here, owned or replica."""
+        return self.owns(table, block) or self.is_replica(table, block)
 
     def owned_blocks(self, table: int) -> list[int]:
         return [b for b in range(self.tables[table].num_blocks) if self.native.owns(table, b)]
 
+    def replica_blocks(self, table: int) -> list[int]:
+        return [b for b in range(self.tables[table].num_blocks) if self.native.is_replica(table, b)]
+
     def num_rows(self, table: int | None = None, block: int | None = None) -> int:
-        """Rows that exist: of one block, of one table, or of all tables."""
+        """Rows that exist in owned blocks: of one block, of one table, or of all tables."""
+        return self._num_rows(table, block, in_replicas=False)
+
+    def num_replica_rows(self, table: int | None = None, block: int | None = None) -> int:
+        """Rows of replica blocks, counted as in :meth:`num_rows`."""
+        return self._num_rows(table, block, in_replicas=True)
+
+    def _num_rows(self, table: int | None, block: int | None, *, in_replicas: bool) -> int:
         if table is None:
-            return sum(self.native.num_rows(t) for t in range(len(self.tables)))
+            return sum(self.native.num_rows(t, in_replicas) for t in range(len(self.tables)))
         if block is None:
-            return self.native.num_rows(table)
+            return self.native.num_rows(table, in_replicas)
         self._check_block(table, block)
-        return self.native.num_block_rows(table, block)
+        return self.native.num_block_rows(table, block, in_replicas)
+
+    def block_checksum(self, table: int, block: int) -> tuple[int, int]:
+        """(number of rows, sum of their hashes modulo 2^64) of a held block, as ``rows_checksum`` counts it. O(rows).
+
+        By the thread that may write to the block. Raises ValueError where it is not held.
+        """
+        self._check_block(table, block)
+        return self.native.block_checksum(table, block)
 
     def nbytes(self) -> dict[str, int]:
         """Bytes in use: ``rows`` (weights, optimizer state, metadata), ``id_map``, ``versions``."""
@@ -198,6 +242,18 @@ class RowStore:
             )
         return Cut(self.native, self.tables)
 
+    def rollback(self, cut: Cut, step: int) -> None:
+        """Make owned blocks read exactly as they did at ``cut``; training goes on with ``begin_step(step + 1)``.
+
+        Weights, optimizer state, steps, counts, existence and deletions, whatever has been applied since: uncommitted
+        steps are forgotten, a partly applied one too, and so are reservations, so no look-up may be in flight. The cut
+        stays open and can be rolled back to again. Touches only blocks that are owned now and were owned at the cut
+        (and not dropped between); what became of others is the caller's affair. O(rows changed since the cut).
+
+        Raises RuntimeError where a younger cut is not released or ``cut`` is.
+        """
+        cut.roll_back(step)
+
     def version_bytes(self) -> int:
         """Bytes of saved row versions: undo logs and open cuts."""
         return self.native.version_bytes()
@@ -209,13 +265,14 @@ class RowStore:
     # Moving rows.
 
     def export_block(self, table: int, block: int) -> BlockRows:
-        """All rows of an owned block as they are now. Raises ValueError where it is not owned."""
+        """All rows of a held block as they are now, by the thread that may write to it. Raises ValueError where it is
+        not held."""
         self._check_block(table, block)
         return export_rows(self.native, None, self.tables[table], table, block)
 
     def import_block(self, table: int, block: int, rows: BlockRows, *, replace: bool = True) -> None:
-        """Put rows into an owned block, at a step boundary. ``replace``: they become all its rows; otherwise they are
-        added, replacing rows with the same id.
+        """Put rows into a held block; at a step boundary, unless it is a replica. ``replace``: they become all its
+        rows; otherwise they are added, replacing rows with the same id.
 
         Raises CheckpointError naming the table, what was expected and what was found where the rows do not fit it, and
         ValueError where an id belongs to another block; nothing has changed then.
@@ -223,6 +280,20 @@ class RowStore:
         self._check_block(table, block)
         self._check_rows(table, rows)
         self.native.import_rows(table, block, len(rows), *rows.addresses(), replace)
+
+    def apply_changes(self, table: int, block: int, changes: BlockChanges) -> int:
+        """Add or replace ``changes.rows`` and delete ``changes.deleted`` in a held block; deleting nothing is harmless.
+
+        At a step boundary, unless the block is a replica. Returns the change of the block's checksum, computed from the
+        rows before and after: it equals ``changes.checksum_delta`` where the block was what the changes start from.
+        Raises as :meth:`import_block` does.
+        """
+        self._check_block(table, block)
+        self._check_rows(table, changes.rows)
+        deleted = _as_ids(changes.deleted)
+        return self.native.apply_changes(
+            table, block, len(changes.rows), *changes.rows.addresses(), deleted.numel(), deleted.data_ptr()
+        )
 
     def _check_rows(self, table: int, rows: BlockRows) -> None:
         spec, n = self.tables[table], rows.ids.numel()

@@ -1,64 +1,24 @@
-"""The row store: reservations (guarantee 2), undo (3), export and import, and a dict model under random operations."""
+"""The row store: reservations (guarantee 2), undo (3), export and import."""
 
 from __future__ import annotations
 
-import copy
+import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import settings
-from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from shoal.kernels.cut import BlockRows, Cut
+sys.path.insert(0, str(Path(__file__).parent))
+
+from row_stores import HUGE_IDS, contents, make_store, make_table, train
+
+from shoal.kernels.cut import BlockRows
 from shoal.kernels.errors import BadIdError, CheckpointError
 from shoal.kernels.hashing import row_blocks
-from shoal.kernels.optim import apply_reference, initial_rows_reference, initial_state
+from shoal.kernels.optim import initial_rows_reference
 from shoal.kernels.rowstore import RowStore
-from shoal.kernels.spec import DataType, OptimizerKind, OptimizerSpec, TableSpec
-
-HUGE_IDS = [0, 1, -1, 2**63 - 1, -(2**63), 2**62 + 7]
-
-
-def make_table(name="t", dim=5, data_type=DataType.FP32, kind=OptimizerKind.ROWWISE_ADAGRAD, **options) -> TableSpec:
-    options = {"num_embeddings": 0, "num_blocks": 4, "seed": 3, "init_min": -0.2, "init_max": 0.2} | options
-    return TableSpec(
-        name=name, embedding_dim=dim, data_type=data_type, optimizer=OptimizerSpec(kind=kind), **options
-    )  # fmt: skip
-
-
-def make_store(*tables: TableSpec, **options) -> RowStore:
-    store = RowStore(tables or (make_table(),), **options)
-    store.add_all_blocks()
-    return store
-
-
-def train(store: RowStore, ids, step: int, table: int = 0, seed: int = 0) -> torch.Tensor:
-    ids = torch.as_tensor(ids, dtype=torch.int64)
-    gradients = torch.randn(
-        len(ids), store.tables[table].embedding_dim, generator=torch.Generator().manual_seed(seed + step)
-    )
-    store.apply(table, ids, gradients, step=step, lr=0.1)
-    return gradients
-
-
-def contents(store: RowStore | Cut, tables, owned=None) -> dict:
-    """All rows as {(table, id): (weights, slots, last_step, count)} in bytes, checking order and blocks."""
-    found = {}
-    for index, table in enumerate(tables):
-        for block in range(table.num_blocks):
-            if owned is not None and (index, block) not in owned:
-                continue
-            rows = store.export_block(index, block)
-            ids = rows.ids.numpy()
-            assert (np.diff(ids.view(np.uint64).astype(object)) > 0).all(), "sorted by id as uint64, without repeats"
-            assert (row_blocks(ids, table.num_blocks) == block).all()
-            weights, slots = rows.weights.view(torch.uint8).numpy(), rows.slots.view(torch.uint8).numpy()
-            for i, row_id in enumerate(ids.tolist()):
-                state = (weights[i].tobytes(), slots[i].tobytes(), int(rows.last_step[i]), int(rows.count[i]))
-                found[index, row_id] = state
-    return found
+from shoal.kernels.spec import DataType, OptimizerKind
 
 
 @pytest.mark.parametrize("data_type", [DataType.FP32, DataType.FP16, DataType.BF16])
@@ -221,129 +181,3 @@ def test_unowned_blocks_and_ids_outside_a_static_table_are_refused():
     assert not store.owns(0, block)
     with pytest.raises(ValueError, match=r"ages.*not owned"):
         store.export_block(0, block)
-
-
-class StoreAgainstModel(RuleBasedStateMachine):
-    """Two tables of one arena and one of another, against a dictionary of rows."""
-
-    tables = (
-        make_table("a", 3, num_blocks=2),
-        make_table("b", 3, num_blocks=1, seed=9),
-        make_table("c", 2, DataType.BF16, OptimizerKind.ADAM),
-    )
-    ids = st.lists(st.integers(-12, 12), min_size=1, max_size=12, unique=True)
-    some_table = st.integers(0, 2)
-
-    def __init__(self):
-        super().__init__()
-        self.store = make_store(*self.tables, undo_steps=2)
-        self.model: dict = {}
-        self.before_step: list = []
-        self.cuts: list = []
-        self.step = 0
-        self.seed = 0
-
-    def commit_all(self):
-        self.store.commit(self.step)
-        self.before_step.clear()
-
-    @rule(table=some_table, ids=ids, repeat=st.booleans())
-    def apply(self, table, ids, repeat):
-        if len(self.before_step) == 2:
-            self.store.commit(self.step - 1)
-            del self.before_step[0]
-        self.before_step.append(copy.copy(self.model))
-        self.step += 1
-        for index in (table, (table + 1) % 3) if repeat else (table,):
-            self.seed += 1
-            gradients = train(self.store, ids, self.step, index, seed=self.seed)
-            self.apply_to_model(index, ids, gradients)
-
-    def apply_to_model(self, index, ids, gradients):
-        spec, ids = self.tables[index], torch.tensor(ids)
-        weights = initial_rows_reference(spec, ids)
-        slots = initial_state(spec.optimizer, len(ids), spec.embedding_dim)
-        for i, key in enumerate((index, int(row_id)) for row_id in ids):
-            if key in self.model:
-                weights[i] = torch.frombuffer(bytearray(self.model[key][0]), dtype=weights.dtype)
-                slots[i] = torch.frombuffer(bytearray(self.model[key][1]), dtype=torch.float32)
-        weights, slots = apply_reference(spec, ids, weights, slots, gradients, step=self.step, lr=0.1)
-        for i, key in enumerate((index, int(row_id)) for row_id in ids):
-            count = self.model[key][3] if key in self.model else 0
-            state = (weights[i].view(torch.uint8).numpy().tobytes(), slots[i].numpy().tobytes())
-            self.model[key] = (*state, self.step, count + 1)
-
-    @rule()
-    def commit(self):
-        self.commit_all()
-
-    @precondition(lambda self: self.before_step)
-    @rule()
-    def undo(self):
-        self.store.undo(self.step)
-        self.step -= 1
-        self.model = self.before_step.pop()
-
-    @rule(table=some_table, ids=ids)
-    def reserve(self, table, ids):
-        self.store.resolve(table, torch.tensor(ids), reserve=True)
-
-    @rule()
-    def discard(self):
-        self.store.discard_reservations()
-
-    @rule(table=some_table, ids=ids)
-    def delete(self, table, ids):
-        expected = sum((table, i) in self.model for i in ids)
-        assert self.store.delete(table, torch.tensor(ids)) == expected
-        for i in ids:
-            self.model.pop((table, i), None)
-
-    @precondition(lambda self: len(self.cuts) < 4)
-    @rule()
-    def open_cut(self):
-        self.cuts.append((self.store.cut(), copy.copy(self.model)))
-
-    @precondition(lambda self: self.cuts)
-    @rule(which=st.integers(0, 3))
-    def release_cut(self, which):
-        cut, _ = self.cuts.pop(which % len(self.cuts))
-        cut.release()
-
-    @rule(table=some_table, drop=st.booleans())
-    def move_block_out_and_in(self, table, drop):
-        self.commit_all()
-        rows = self.store.export_block(table, 0)
-        if drop:
-            self.store.drop_block(table, 0)
-            self.store.add_block(table, 0)
-        self.store.import_block(table, 0, rows)
-
-    @rule(table=some_table)
-    def clear_block(self, table):
-        self.commit_all()
-        self.store.import_block(table, 0, BlockRows.empty(self.tables[table]))
-        num_blocks = self.tables[table].num_blocks
-        for key in [k for k in self.model if k[0] == table]:
-            if row_blocks(np.array([key[1]]), num_blocks)[0] == 0:
-                del self.model[key]
-
-    @invariant()
-    def store_equals_model(self):
-        assert contents(self.store, self.tables) == self.model
-        assert self.store.num_rows() == len(self.model)
-
-    @invariant()
-    def cuts_equal_the_model_of_their_time(self):
-        for cut, model in self.cuts:
-            assert contents(cut, self.tables) == model
-
-    def teardown(self):
-        for cut, _ in self.cuts:
-            cut.release()
-        self.commit_all()
-        assert self.store.version_bytes() == 0
-
-
-TestStoreAgainstModel = StoreAgainstModel.TestCase
-TestStoreAgainstModel.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)

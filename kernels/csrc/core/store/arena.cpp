@@ -67,8 +67,10 @@ void Arena::allocate(uint64_t count, uint32_t* slots) {
     free_.pop_back();
     --count;
   }
-  while ((num_chunks_ << chunk_shift_) < next_slot_ + count) add_chunk();
-  for (; count > 0; --count) *slots++ = static_cast<uint32_t>(next_slot_++);
+  uint64_t next = next_slot_.load(std::memory_order_relaxed);
+  while ((num_chunks_ << chunk_shift_) < next + count) add_chunk();
+  for (; count > 0; --count) *slots++ = static_cast<uint32_t>(next++);
+  next_slot_.store(next, std::memory_order_relaxed);
 }
 
 void Arena::free(const uint32_t* slots, uint64_t count) {

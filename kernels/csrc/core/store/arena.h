@@ -62,9 +62,8 @@ class Arena {
   void free(const uint32_t* slots, uint64_t count);
 
   uint32_t chunk_shift() const { return chunk_shift_; }
-  uint64_t slots_used() const { return used_; }
   // Bytes of all slots ever handed out: what the arena holds in memory.
-  uint64_t bytes() const { return next_slot_ * layout.stride; }
+  uint64_t bytes() const { return next_slot_.load(std::memory_order_relaxed) * layout.stride; }
 
  private:
   void add_chunk();
@@ -79,7 +78,7 @@ class Arena {
   std::byte* region_next_ = nullptr;
   std::mutex mutex_;
   std::vector<uint32_t> free_;
-  uint64_t next_slot_ = 0;
+  std::atomic<uint64_t> next_slot_{0};  // Changed under the mutex.
   uint64_t used_ = 0;
 };
 

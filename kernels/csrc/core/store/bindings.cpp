@@ -1,5 +1,6 @@
 // Python bindings of the store. Arrays come as raw addresses (kernels/rowstore.py checks shapes and types first).
 #include <nanobind/nanobind.h>
+#include <nanobind/stl/pair.h>
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
@@ -84,7 +85,9 @@ void bind_table(nb::module_& m) {
 void bind_versions(nb::module_& m) {
   nb::class_<Cut>(m, "Cut")
       .def(nb::init<RowStore&>(), nb::keep_alive<1, 2>(), "store"_a)
-      .def("release", &Cut::release, nb::call_guard<nb::gil_scoped_release>());
+      .def("release", &Cut::release, nb::call_guard<nb::gil_scoped_release>())
+      .def("roll_back", &Cut::roll_back, nb::call_guard<nb::gil_scoped_release>(), "step"_a)
+      .def("num_changed", &Cut::num_changed, nb::call_guard<nb::gil_scoped_release>(), "since"_a);
   nb::class_<BlockExport>(m, "BlockExport")
       .def(
           "__init__",
@@ -101,6 +104,68 @@ void bind_versions(nb::module_& m) {
             self.fill(columns(ids, weights, slots, last_step, count));
           },
           "ids"_a, "weights"_a, "slots"_a, "last_step"_a, "count"_a);
+  nb::class_<ChangeExport>(m, "ChangeExport")
+      .def(
+          "__init__",
+          [](ChangeExport* self, Cut& cut, Cut& since, uint32_t table, uint32_t block) {
+            nb::gil_scoped_release release;
+            new (self) ChangeExport(cut, since, table, block);
+          },
+          nb::keep_alive<1, 2>(), nb::keep_alive<1, 3>(), "cut"_a, "since"_a, "table"_a, "block"_a)
+      .def_prop_ro("num_rows", &ChangeExport::num_rows)
+      .def_prop_ro("num_deleted", &ChangeExport::num_deleted)
+      .def_prop_ro("checksum_delta", &ChangeExport::checksum_delta)
+      .def(
+          "fill",
+          [](ChangeExport& self, uint64_t ids, uint64_t weights, uint64_t slots, uint64_t last_step, uint64_t count,
+             uint64_t deleted) {
+            nb::gil_scoped_release release;
+            self.fill(columns(ids, weights, slots, last_step, count), address<int64_t>(deleted));
+          },
+          "ids"_a, "weights"_a, "slots"_a, "last_step"_a, "count"_a, "deleted"_a);
+}
+
+// Blocks, and rows that come from elsewhere.
+void bind_blocks(nb::class_<RowStore>& store) {
+  const auto no_gil = nb::call_guard<nb::gil_scoped_release>();
+  store.def("add_block", &RowStore::add_block, no_gil, "table"_a, "block"_a, "is_replica"_a)
+      .def("set_replica", &RowStore::set_replica, no_gil, "table"_a, "block"_a, "is_replica"_a)
+      .def("drop_block", &RowStore::drop_block, no_gil, "table"_a, "block"_a)
+      .def("owns", &RowStore::owns, no_gil, "table"_a, "block"_a)
+      .def("is_replica", &RowStore::is_replica, no_gil, "table"_a, "block"_a)
+      .def("num_rows", nb::overload_cast<uint32_t, bool>(&RowStore::num_rows, nb::const_), no_gil, "table"_a,
+           "in_replicas"_a)
+      .def("num_block_rows", nb::overload_cast<uint32_t, uint32_t, bool>(&RowStore::num_rows, nb::const_), no_gil,
+           "table"_a, "block"_a, "in_replicas"_a)
+      .def("block_checksum", &RowStore::block_checksum, no_gil, "table"_a, "block"_a)
+      .def(
+          "import_rows",
+          [](RowStore& self, uint32_t table, uint32_t block, int64_t n, uint64_t ids, uint64_t weights, uint64_t slots,
+             uint64_t last_step, uint64_t count, bool replace) {
+            self.import_rows(table, block, columns(ids, weights, slots, last_step, count), n, replace);
+          },
+          no_gil, "table"_a, "block"_a, "n"_a, "ids"_a, "weights"_a, "slots"_a, "last_step"_a, "count"_a, "replace"_a)
+      .def(
+          "apply_changes",
+          [](RowStore& self, uint32_t table, uint32_t block, int64_t n, uint64_t ids, uint64_t weights, uint64_t slots,
+             uint64_t last_step, uint64_t count, int64_t num_deleted, uint64_t deleted) {
+            return self.apply_changes(table, block, columns(ids, weights, slots, last_step, count), n,
+                                      address<int64_t>(deleted), num_deleted);
+          },
+          no_gil, "table"_a, "block"_a, "n"_a, "ids"_a, "weights"_a, "slots"_a, "last_step"_a, "count"_a,
+          "num_deleted"_a, "deleted"_a);
+}
+
+// The sum of the hashes of rows that come as columns.
+uint64_t rows_checksum(int64_t n, uint64_t ids, uint64_t weights, uint64_t slots, uint64_t last_step, uint64_t count,
+                       size_t weight_bytes, size_t slot_bytes) {
+  RowHasher hasher(slot_bytes, weight_bytes);
+  uint64_t sum = 0;
+  for (int64_t i = 0; i < n; ++i) {
+    sum += hasher.hash(address<int64_t>(ids)[i], address<int64_t>(last_step)[i], address<int64_t>(count)[i],
+                       address<std::byte>(slots) + i * slot_bytes, address<std::byte>(weights) + i * weight_bytes);
+  }
+  return sum;
 }
 
 }  // namespace
@@ -108,7 +173,8 @@ void bind_versions(nb::module_& m) {
 void bind_store(nb::module_& m) {
   bind_table(m);
   const auto no_gil = nb::call_guard<nb::gil_scoped_release>();
-  nb::class_<RowStore>(m, "RowStore")
+  nb::class_<RowStore> store(m, "RowStore");
+  store
       .def(
           "__init__",
           [](RowStore* self, const std::vector<const TableDesc*>& tables, uint32_t num_threads, uint32_t undo_steps) {
@@ -117,13 +183,6 @@ void bind_store(nb::module_& m) {
             new (self) RowStore(std::move(copies), num_threads, undo_steps);
           },
           "tables"_a, "num_threads"_a, "undo_steps"_a)
-      .def("add_block", &RowStore::add_block, "table"_a, "block"_a)
-      .def("drop_block", &RowStore::drop_block, no_gil, "table"_a, "block"_a)
-      .def("clear_block", &RowStore::clear_block, no_gil, "table"_a, "block"_a)
-      .def("owns", &RowStore::owns, "table"_a, "block"_a)
-      .def("num_rows", nb::overload_cast<uint32_t>(&RowStore::num_rows, nb::const_), "table"_a)
-      .def("num_block_rows", nb::overload_cast<uint32_t, uint32_t>(&RowStore::num_rows, nb::const_), "table"_a,
-           "block"_a)
       .def(
           "resolve",
           [](RowStore& self, uint32_t table, uint64_t ids, int64_t n, uint64_t slots, bool reserve) {
@@ -143,22 +202,18 @@ void bind_store(nb::module_& m) {
           },
           no_gil, "table"_a, "ids"_a, "n"_a)
       .def("apply", &apply, no_gil, "table"_a, "ids"_a, "n"_a, "gradients"_a, "step"_a, "lr"_a)
-      .def("discard_reservations", &RowStore::discard_reservations, no_gil)
+      .def("discard_reservations", nb::overload_cast<>(&RowStore::discard_reservations), no_gil)
       .def("begin_step", &RowStore::begin_step, no_gil, "step"_a)
       .def("commit", &RowStore::commit, no_gil, "step"_a)
       .def("undo", &RowStore::undo, no_gil, "step"_a)
       .def_prop_ro("step", &RowStore::step)
-      .def(
-          "import_rows",
-          [](RowStore& self, uint32_t table, uint32_t block, int64_t n, uint64_t ids, uint64_t weights, uint64_t slots,
-             uint64_t last_step, uint64_t count, bool replace) {
-            self.import_rows(table, block, columns(ids, weights, slots, last_step, count), n, replace);
-          },
-          no_gil, "table"_a, "block"_a, "n"_a, "ids"_a, "weights"_a, "slots"_a, "last_step"_a, "count"_a, "replace"_a)
       .def("version_bytes", &RowStore::version_bytes)
       .def("arena_bytes", &RowStore::arena_bytes)
       .def("id_map_bytes", &RowStore::id_map_bytes);
+  bind_blocks(store);
   bind_versions(m);
+  m.def("rows_checksum", &rows_checksum, no_gil, "n"_a, "ids"_a, "weights"_a, "slots"_a, "last_step"_a, "count"_a,
+        "weight_bytes"_a, "slot_bytes"_a);
 }
 
 }  // namespace shoal

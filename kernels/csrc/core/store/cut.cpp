@@ -1,8 +1,10 @@
 #include "core/store/cut.h"
 
 #include <algorithm>
-#include <array>
 #include <stdexcept>
+
+#include "core/store/cut_rows.h"
+#include "core/store/radix_sort.h"
 
 namespace shoal {
 
@@ -15,59 +17,9 @@ void copy_racing(const std::byte* from, uint64_t* to, uint32_t bytes) {
   for (uint32_t i = 0; i < bytes / 8; ++i) to[i] = __atomic_load_n(words + i, __ATOMIC_RELAXED);
 }
 
-constexpr uint32_t kDigitBits = 8;
-constexpr size_t kDigits = size_t{1} << kDigitBits;
-constexpr size_t kRadixSizeMin = 256;  // Smaller ranges: comparisons are faster.
-
-// Stable scatter of items by one digit; `ends` receives the end of each digit's range.
-template <typename T, typename Key>
-void scatter(const T* from, size_t count, T* to, uint32_t shift, Key key, std::array<size_t, kDigits>* ends) {
-  std::array<size_t, kDigits>& at = *ends;
-  at.fill(0);
-  for (size_t i = 0; i < count; ++i) ++at[(key(from[i]) >> shift) % kDigits];
-  size_t total = 0;
-  for (size_t& start : at) {
-    const size_t size = start;
-    start = total;
-    total += size;
-  }
-  for (size_t i = 0; i < count; ++i) to[at[(key(from[i]) >> shift) % kDigits]++] = from[i];
-}
-
-// Sort `items` by the key's bits below `high`, from the highest digit down: after one or two scatters the ranges fit the
-// cache and are soon small enough for comparisons. `spare` has the same size.
-template <typename T, typename Key>
-void radix_sort(T* items, T* spare, size_t count, uint32_t high, Key key) {
-  if (count < kRadixSizeMin || high == 0) {
-    std::sort(items, items + count, [&](const T& a, const T& b) { return key(a) < key(b); });
-    return;
-  }
-  const uint32_t shift = high > kDigitBits ? high - kDigitBits : 0;
-  std::array<size_t, kDigits> ends;
-  scatter(items, count, spare, shift, key, &ends);
-  std::memcpy(static_cast<void*>(items), spare, count * sizeof(T));
-  size_t from = 0;
-  for (const size_t to : ends) {
-    if (to - from > 1) radix_sort(items + from, spare + from, to - from, shift, key);
-    from = to;
-  }
-}
-
-template <typename T, typename Key>
-void radix_sort(std::vector<T>* items, Key key) {
-  if (items->empty()) return;
-  uint64_t varying = 0;
-  for (const T& item : *items) varying |= key(item) ^ key(items->front());
-  std::vector<T> spare(items->size());
-  const uint32_t high = varying == 0 ? 0 : 64 - __builtin_clzll(varying);
-  radix_sort(items->data(), spare.data(), items->size(), high, key);
-}
-
 }  // namespace
 
-Cut::Cut(RowStore& store) : store_(store), layer_(store.open_layer()) {
-  for (uint32_t table = 0; table < store.num_tables(); ++table) blocks_.push_back(store.blocks_of(table));
-}
+Cut::Cut(RowStore& store) : store_(store), layer_(store.open_layer(&blocks_)) {}
 
 void Cut::release() {
   const std::lock_guard<std::mutex> lock(mutex_);
@@ -75,45 +27,47 @@ void Cut::release() {
   layer_->is_released.store(true, std::memory_order_release);
   layer_.reset();
   blocks_.clear();
+  index_ = ChangeIndex{};
 }
 
-BlockExport::BlockExport(RowStore& store, Cut* cut, uint32_t table, uint32_t block)
+void Cut::require_open() const {
+  if (layer_ == nullptr) throw std::logic_error("the cut has been released");
+}
+
+// The copies are taken under the lock, the work is done without it: another thread's export may be under way.
+void Cut::roll_back(uint32_t step) {
+  std::unique_lock<std::mutex> lock(mutex_);
+  require_open();
+  const std::shared_ptr<CutLayer> layer = layer_;
+  const RowStore::Blocks blocks = blocks_;
+  lock.unlock();
+  store_.roll_back(*layer, blocks, step);
+}
+
+CutReader::CutReader(RowStore& store, const Cut* cut, uint32_t table)
     : store_(store),
       cut_(cut),
-      table_(table),
+      arena_index_(store.table(table).arena),
       arena_(store.arena_of(table)),
       scratch_(new uint64_t[arena_.layout.stride / 8]) {
-  std::shared_ptr<IdMap> map;
-  if (cut_ != nullptr) {
-    lock_ = std::unique_lock<std::mutex>(cut_->mutex_);
-    if (cut_->layer_ == nullptr) throw std::logic_error("the cut has been released");
-    map = cut_->blocks_.at(table).at(block);
-    refresh_layers();
-  } else {
-    map = store.blocks_of(table).at(block);
-  }
-  if (map == nullptr) {
-    throw std::invalid_argument("table '" + store.table(table).name + "': block " + std::to_string(block) +
-                                " is not owned");
-  }
-  collect_rows(map, block);
+  if (cut_ != nullptr) refresh_layers();
 }
 
-void BlockExport::refresh_layers() { layers_ = store_.layers_since(*cut_->layer_, &layers_version_); }
+void CutReader::refresh_layers() { layers_ = store_.layers_since(*cut_->layer_, &layers_version_); }
 
-const SavedHead* BlockExport::find_saved(uint32_t slot, bool* is_absent) const {
-  const uint32_t arena = store_.table(table_).arena;
+const SavedHead* CutReader::find_saved(uint32_t slot, bool* is_absent) const {
   *is_absent = false;
   for (const auto& layer : layers_) {
-    const uint32_t code = layer->arenas[arena]->find(slot);
+    const ArenaLayer& saved = *layer->arenas[arena_index_];
+    const uint32_t code = saved.find(slot);
     if (code == ArenaLayer::kNone) continue;
     *is_absent = code == ArenaLayer::kAbsent;
-    return *is_absent ? nullptr : layer->arenas[arena]->saved(code);
+    return *is_absent ? nullptr : saved.saved(code);
   }
   return nullptr;
 }
 
-const std::byte* BlockExport::read(uint32_t slot) {
+const std::byte* CutReader::read(uint32_t slot) {
   const std::byte* copy = reinterpret_cast<const std::byte*>(scratch_.get());
   if (cut_ == nullptr) {
     const std::byte* record = arena_.record(slot);
@@ -122,7 +76,7 @@ const std::byte* BlockExport::read(uint32_t slot) {
   for (bool is_copied = false;;) {
     bool is_absent;
     const SavedHead* saved = find_saved(slot, &is_absent);
-    if (is_absent || (saved != nullptr && saved->table != table_)) return nullptr;
+    if (is_absent) return nullptr;
     if (saved != nullptr) return saved->record();
     if (is_copied) return (header(copy)->state & kExists) != 0 ? copy : nullptr;
     copy_racing(arena_.record(slot), scratch_.get(), arena_.layout.stride);
@@ -132,26 +86,49 @@ const std::byte* BlockExport::read(uint32_t slot) {
   }
 }
 
+std::vector<uint32_t> CutReader::deleted(const IdMap* map) {
+  std::vector<uint32_t> slots;
+  if (cut_ == nullptr) return slots;
+  refresh_layers();
+  for (const auto& layer : layers_) {
+    const std::vector<uint32_t> more = layer->deleted(map);
+    slots.insert(slots.end(), more.begin(), more.end());
+  }
+  return slots;
+}
+
+BlockExport::BlockExport(RowStore& store, Cut* cut, uint32_t table, uint32_t block)
+    : table_(table), log2_blocks_(store.table(table).log2_blocks), arena_(store.arena_of(table)) {
+  std::shared_ptr<IdMap> map;
+  if (cut != nullptr) {
+    lock_ = std::unique_lock<std::mutex>(cut->mutex_);
+    cut->require_open();
+    map = cut->blocks_.at(table).at(block);
+  } else {
+    map = store.map_of(table, block);
+  }
+  if (map == nullptr) {
+    throw std::invalid_argument("table '" + store.table(table).name + "': block " + std::to_string(block) +
+                                " is not owned");
+  }
+  reader_ = std::make_unique<CutReader>(store, cut, table);
+  collect_rows(map, block);
+}
+
 // Records are read in the order of slots, that is of memory: the map's order would miss the cache and the TLB each time.
 // The map is listed before the layers' deleted slots, in the opposite order of a deletion, so no row slips through;
 // one that is seen twice is dropped after sorting.
 void BlockExport::collect_rows(const std::shared_ptr<IdMap>& map, uint32_t block) {
   std::vector<uint32_t> slots = map->list_slots();
-  if (cut_ != nullptr) {
-    refresh_layers();
-    for (const auto& layer : layers_) {
-      const std::vector<uint32_t> deleted = layer->deleted(table_);
-      slots.insert(slots.end(), deleted.begin(), deleted.end());
-    }
-  }
+  const std::vector<uint32_t> deleted = reader_->deleted(map.get());
+  slots.insert(slots.end(), deleted.begin(), deleted.end());
   radix_sort(&slots, [](uint32_t slot) { return uint64_t{slot}; });
   constexpr size_t kAhead = 16;
-  const uint32_t log2_blocks = store_.table(table_).log2_blocks;
   rows_.reserve(slots.size());
   for (size_t i = 0; i < slots.size(); ++i) {
     if (i + kAhead < slots.size()) arena_.prefetch_header(slots[i + kAhead]);
-    const std::byte* record = read(slots[i]);
-    if (record == nullptr || row_block(header(record)->id, log2_blocks) != block) continue;
+    const std::byte* record = reader_->read(slots[i]);
+    if (record == nullptr || row_block(header(record)->id, log2_blocks_) != block) continue;
     rows_.push_back({static_cast<uint64_t>(header(record)->id), slots[i]});
   }
   radix_sort(&rows_, [](const Row& row) { return row.id; });
@@ -159,21 +136,6 @@ void BlockExport::collect_rows(const std::shared_ptr<IdMap>& map, uint32_t block
   rows_.erase(std::unique(rows_.begin(), rows_.end(), is_same), rows_.end());
 }
 
-void BlockExport::fill(const RowColumns& to) {
-  constexpr size_t kAhead = 8;
-  const RecordLayout& layout = arena_.layout;
-  const size_t weight_bytes = layout.dim * row_type_bytes(layout.type), slot_bytes = size_t{layout.slot_width} * 4;
-  for (size_t i = 0; i < rows_.size(); ++i) {
-    if (i + kAhead < rows_.size()) arena_.prefetch(rows_[i + kAhead].slot);
-    const std::byte* record = read(rows_[i].slot);
-    if (record == nullptr) throw std::logic_error("a row vanished between counting and copying");
-    const RowHeader* head = header(record);
-    to.ids[i] = head->id;
-    to.last_step[i] = head->last_step;
-    to.count[i] = head->state & kCountMask;
-    if (slot_bytes != 0) std::memcpy(to.slots + i * layout.slot_width, slots(record), slot_bytes);
-    std::memcpy(to.weights + i * weight_bytes, record + layout.weights_offset, weight_bytes);
-  }
-}
+void BlockExport::fill(const RowColumns& to) { copy_rows(*reader_, arena_, rows_, to); }
 
 }  // namespace shoal

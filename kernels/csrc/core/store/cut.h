@@ -1,4 +1,5 @@
-// Reading rows out: a frozen view of the store (PROTOCOLS C1), and export in the order of ids.
+// Reading rows out: a frozen view of the store (PROTOCOLS C1), a block's rows in the order of ids, and what changed in
+// it between two cuts.
 #pragma once
 
 #include <memory>
@@ -8,6 +9,17 @@
 #include "core/store/rowstore.h"
 
 namespace shoal {
+
+// The rows that may differ between an older cut and this one, by block.
+struct ChangeIndex {
+  struct Change {
+    uint64_t id;
+    uint32_t slot;
+  };
+  uint32_t since_serial = 0;
+  std::vector<size_t> starts;  // By table and block, one more than there are blocks.
+  std::vector<Change> changes;
+};
 
 // A frozen view of the store as it was when the cut was opened; opened by the training thread at a step boundary,
 // readable from any thread while training goes on. Holds the store's versions until released or destroyed.
@@ -20,17 +32,52 @@ class Cut {
 
   // Waits for an export of this cut that is under way. The memory returns at the store's next step boundary.
   void release();
+  // Make the store read as this cut does (RowStore::roll_back). Training thread.
+  void roll_back(uint32_t step);
+  // An upper bound of the rows, of all blocks, that differ between an older open cut and this one.
+  uint64_t num_changed(Cut& since);
 
  private:
+  friend class CutReader;
   friend class BlockExport;
+  friend class ChangeExport;
+  void require_open() const;
+  void require_older(const Cut& since) const;
+  std::vector<std::shared_ptr<CutLayer>> layers_after(const Cut& since) const;
+  const ChangeIndex& changes_since(const Cut& since);
+
   RowStore& store_;
+  RowStore::Blocks blocks_;  // Filled as the layer is opened, hence declared before it.
   std::shared_ptr<CutLayer> layer_;
-  std::vector<std::vector<std::shared_ptr<IdMap>>> blocks_;
+  ChangeIndex index_;
   std::mutex mutex_;  // Held by exports; release waits for it.
 };
 
+// Reads rows of one table as they were at a cut. `cut` null: as they are now, by the thread that may write them.
+class CutReader {
+ public:
+  CutReader(RowStore& store, const Cut* cut, uint32_t table);
+  // The record of a slot, valid until the next read; null if no row was there.
+  const std::byte* read(uint32_t slot);
+  // The record that was saved since the cut: null if none was, or (`is_absent`) if there was no row at the cut.
+  const SavedHead* find_saved(uint32_t slot, bool* is_absent) const;
+  // Slots of rows that were deleted from the map since the cut.
+  std::vector<uint32_t> deleted(const IdMap* map);
+
+ private:
+  void refresh_layers();
+
+  RowStore& store_;
+  const Cut* cut_;
+  const uint32_t arena_index_;
+  const Arena& arena_;
+  std::vector<std::shared_ptr<CutLayer>> layers_;
+  uint64_t layers_version_ = 0;
+  std::unique_ptr<uint64_t[]> scratch_;
+};
+
 // One block's rows, sorted by id as uint64. Counts first, so that the caller can allocate, then fills.
-// `cut` null: the live store, by the training thread, until the next write.
+// `cut` null: the live store, by the thread that may write to the block, until the next write.
 class BlockExport {
  public:
   BlockExport(RowStore& store, Cut* cut, uint32_t table, uint32_t block);
@@ -43,21 +90,38 @@ class BlockExport {
     uint64_t id;
     uint32_t slot;
   };
-  // Copies one record to `scratch_` as it was at the cut; null if no row was there.
-  const std::byte* read(uint32_t slot);
-  const SavedHead* find_saved(uint32_t slot, bool* is_absent) const;
-  void refresh_layers();
   void collect_rows(const std::shared_ptr<IdMap>& map, uint32_t block);
 
-  RowStore& store_;
-  Cut* cut_;
   const uint32_t table_;
+  const uint32_t log2_blocks_;
   const Arena& arena_;
   std::unique_lock<std::mutex> lock_;
-  std::vector<std::shared_ptr<CutLayer>> layers_;
-  uint64_t layers_version_ = 0;
+  std::unique_ptr<CutReader> reader_;
   std::vector<Row> rows_;
-  std::unique_ptr<uint64_t[]> scratch_;
+};
+
+// What changed in a block between the cut `since` and the younger `cut`: rows made or updated, with their values at
+// `cut`, and ids deleted; both sorted by id as uint64. Costs the changed rows. Counts first, then fills.
+class ChangeExport {
+ public:
+  // Throws std::invalid_argument unless both cuts are of one store, in this order, and one life of the block spans them.
+  ChangeExport(Cut& cut, Cut& since, uint32_t table, uint32_t block);
+  int64_t num_rows() const { return static_cast<int64_t>(rows_.size()); }
+  int64_t num_deleted() const { return static_cast<int64_t>(deleted_.size()); }
+  // Sum of hash(row at cut) - hash(row at since) over the changes, modulo 2^64.
+  uint64_t checksum_delta() const { return delta_; }
+  void fill(const RowColumns& to, int64_t* deleted);
+
+ private:
+  using Change = ChangeIndex::Change;
+  void compare(CutReader& before, const std::vector<Change>& changes, const RowHasher& hasher);
+
+  const Arena& arena_;
+  std::unique_lock<std::mutex> lock_, since_lock_;
+  std::unique_ptr<CutReader> reader_;
+  std::vector<Change> rows_;
+  std::vector<int64_t> deleted_;
+  uint64_t delta_ = 0;
 };
 
 }  // namespace shoal

@@ -1,5 +1,6 @@
 #include "core/store/id_map.h"
 
+#include <algorithm>
 #include <cstdlib>
 #include <cstring>
 
@@ -46,6 +47,7 @@ IdMap::IdMap(Arena* arena, uint32_t log2_blocks) : arena_(arena), log2_blocks_(l
   array_ = std::make_shared<Array>(kNumBucketsMin);
   buckets_ = array_->buckets;
   num_buckets_ = array_->num_buckets;
+  bytes_.store(uint64_t{num_buckets_} * sizeof(Bucket), std::memory_order_relaxed);
 }
 
 IdMap::~IdMap() = default;
@@ -95,11 +97,12 @@ bool IdMap::erase(int64_t id, uint64_t hash) {
   }
 }
 
-void IdMap::reserve(uint64_t count) {
+void IdMap::make_room(uint64_t count) {
+  count += size_;
   if (count <= capacity(num_buckets_)) return;
   uint64_t wanted = (count * 8 / 7 + Bucket::kPlaces) / Bucket::kPlaces;
   while (capacity(wanted) < count) ++wanted;
-  grow(wanted);
+  grow(std::max<uint64_t>(wanted, num_buckets_ + (num_buckets_ + 1) / 2));
 }
 
 // Rebuild into a larger array. The ids come from the records, prefetched a few buckets ahead; the destination is
@@ -110,6 +113,7 @@ void IdMap::grow(uint64_t num_buckets) {
   const auto fresh = std::make_shared<Array>(static_cast<uint32_t>(num_buckets));
   buckets_ = fresh->buckets;
   num_buckets_ = fresh->num_buckets;
+  bytes_.store(uint64_t{num_buckets_} * sizeof(Bucket), std::memory_order_relaxed);
   size_ = 0;
   const auto prefetch = [&](uint32_t at) {
     const Bucket& bucket = old->buckets[at];

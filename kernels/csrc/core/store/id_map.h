@@ -73,11 +73,12 @@ class IdMap {
   void insert(uint64_t hash, uint32_t slot);
   // Remove an id; false if it is not here.
   bool erase(int64_t id, uint64_t hash);
-  // Make room for `count` entries in all.
-  void reserve(uint64_t count);
+  // Make room for `count` more entries.
+  void make_room(uint64_t count);
 
   uint64_t size() const { return size_; }
-  uint64_t bytes() const { return uint64_t{num_buckets_} * sizeof(Bucket); }
+  // Any thread.
+  uint64_t bytes() const { return bytes_.load(std::memory_order_relaxed); }
 
   // All slots stored at some moment during the call; safe beside the writer. Entries added or erased meanwhile may or
   // may not be listed.
@@ -85,6 +86,8 @@ class IdMap {
 
   // Rows of this block that exist (reserved ones do not count). Any thread.
   std::atomic<int64_t> num_rows{0};
+  // Serial of the newest cut that this map is part of; guarded by the store's mutex.
+  uint32_t cut_serial = 0;
 
  private:
   struct Array;
@@ -96,6 +99,7 @@ class IdMap {
   uint32_t num_buckets_ = 0;
   Bucket* buckets_ = nullptr;
   uint64_t size_ = 0;
+  std::atomic<uint64_t> bytes_{0};
   std::shared_ptr<Array> array_;
   mutable std::mutex array_mutex_;  // Guards the pointer array_ between growth and list_slots, nothing else.
 };

@@ -1,28 +1,22 @@
-// Adding rows in bulk: checkpoints and migrated blocks.
+// Adding rows in bulk: checkpoints, migrated blocks, and copies that are kept current.
 #include <stdexcept>
 
+#include "core/store/checksum.h"
 #include "core/store/rowstore.h"
 
 namespace shoal {
 
 namespace {
 
-void check_ids(const TableDesc& table, uint32_t block, const int64_t* ids, int64_t n) {
-  for (int64_t i = 0; i < n; ++i) {
-    const uint32_t actual = row_block(ids[i], table.log2_blocks);
-    if (actual != block) {
-      throw std::invalid_argument("table '" + table.name + "': id " + std::to_string(ids[i]) + " belongs to block " +
-                                  std::to_string(actual) + ", not to block " + std::to_string(block));
-    }
-  }
-}
+// Rows handled under one lock, whose memory accesses overlap.
+constexpr int64_t kChunk = 64;
 
 void write_record(const RecordLayout& layout, const RowColumns& rows, int64_t i, std::byte* record) {
   RowHeader* head = header(record);
   head->id = rows.ids[i];
   head->last_step = static_cast<int32_t>(rows.last_step[i]);
   const uint32_t count = rows.count[i] > kCountMask ? kCountMask : static_cast<uint32_t>(rows.count[i]);
-  head->state = kExists | count;
+  set_state(head, kExists | count);
   if (layout.slot_width != 0) {
     std::memcpy(slots(record), rows.slots + i * layout.slot_width, size_t{layout.slot_width} * 4);
   }
@@ -32,40 +26,166 @@ void write_record(const RecordLayout& layout, const RowColumns& rows, int64_t i,
 
 }  // namespace
 
-void RowStore::import_rows(uint32_t table, uint32_t block_index, const RowColumns& rows, int64_t n, bool replace) {
-  require_boundary("importing rows");
-  const TableDesc& desc = tables_.at(table);
-  if (!owns(table, block_index)) {
-    throw std::invalid_argument("table '" + desc.name + "': block " + std::to_string(block_index) + " is not owned");
-  }
-  check_ids(desc, block_index, rows.ids, n);
-  if (replace) clear_block(table, block_index);
-  IdMap* map = states_[table].blocks[block_index].get();
-  Arena& arena = arena_of(table);
-  map->reserve(map->size() + static_cast<uint64_t>(n));
-  std::vector<uint32_t> fresh(static_cast<size_t>(n));
-  arena.allocate(fresh.size(), fresh.data());
-  constexpr int64_t kAhead = 16;
-  size_t used = 0;
-  int64_t created = 0;
+void RowStore::check_ids(uint32_t table, uint32_t block, const int64_t* ids, int64_t n) const {
+  const TableDesc& desc = tables_[table];
   for (int64_t i = 0; i < n; ++i) {
-    if (i + kAhead < n) {
-      __builtin_prefetch(map->bucket(fmix64(static_cast<uint64_t>(rows.ids[i + kAhead]))), 1, 3);
+    const uint32_t actual = row_block(ids[i], desc.log2_blocks);
+    if (actual != block) {
+      throw std::invalid_argument("table '" + desc.name + "': id " + std::to_string(ids[i]) + " belongs to block " +
+                                  std::to_string(actual) + ", not to block " + std::to_string(block));
     }
-    const uint64_t hash = fmix64(static_cast<uint64_t>(rows.ids[i]));
-    uint32_t slot = map->find(rows.ids[i], hash);
-    const bool is_new = slot == kNoSlot;
-    if (is_new) slot = fresh[used++];
+  }
+}
+
+void RowStore::import_rows(uint32_t table, uint32_t block, const RowColumns& rows, int64_t n, bool replace) {
+  bool is_owned;
+  std::shared_ptr<IdMap> map = require_block(table, block, &is_owned);
+  if (is_owned) require_boundary("importing rows");
+  check_ids(table, block, rows.ids, n);
+  if (replace && is_owned) {
+    for (const uint32_t slot : map->list_slots()) {
+      const int64_t id = header(arena_of(table).record(slot))->id;
+      erase_row(table, map.get(), id, fmix64(static_cast<uint64_t>(id)), slot);
+    }
+    forget_reservations();
+  } else if (replace) {
+    drop_block(table, block);
+    add_block(table, block, true);
+    map = require_block(table, block, &is_owned);
+  }
+  upsert(table, map.get(), is_owned, rows, n);
+}
+
+uint64_t RowStore::apply_changes(uint32_t table, uint32_t block, const RowColumns& rows, int64_t n,
+                                 const int64_t* deleted, int64_t num_deleted) {
+  bool is_owned;
+  const std::shared_ptr<IdMap> map = require_block(table, block, &is_owned);
+  if (is_owned) require_boundary("applying changes");
+  check_ids(table, block, rows.ids, n);
+  check_ids(table, block, deleted, num_deleted);
+  const uint64_t removed = erase_held(table, map.get(), is_owned, deleted, num_deleted);
+  return upsert(table, map.get(), is_owned, rows, n) - removed;
+}
+
+uint64_t RowStore::upsert(uint32_t table, IdMap* map, bool is_owned, const RowColumns& rows, int64_t n) {
+  uint64_t delta = 0;
+  for (int64_t from = 0; from < n; from += kChunk) {
+    const int64_t count = std::min(kChunk, n - from);
+    map->make_room(static_cast<uint64_t>(count));
+    const std::lock_guard<std::mutex> lock(mutex_);
+    delta += upsert_chunk(table, map, is_owned, rows, from, count);
+  }
+  return delta;
+}
+
+// Find first, then write: the records' memory arrives while other rows are looked up.
+uint64_t RowStore::upsert_chunk(uint32_t table, IdMap* map, bool is_owned, const RowColumns& rows, int64_t from,
+                                int64_t count) {
+  Arena& arena = arena_of(table);
+  const RowHasher& hasher = *hashers_[tables_[table].arena];
+  uint32_t found[kChunk], fresh[kChunk];
+  const uint32_t missing = find_chunk(*map, arena, rows.ids + from, count, found);
+  arena.allocate(missing, fresh);
+  for (uint32_t i = 0; i < missing; ++i) arena.prefetch(fresh[i]);
+  const bool is_listed = is_in_open_cut(*map);
+  uint32_t used = 0;
+  int64_t created = 0;
+  uint64_t delta = 0;
+  for (int64_t i = 0; i < count; ++i) {
+    const int64_t id = rows.ids[from + i];
+    const uint64_t hash = fmix64(static_cast<uint64_t>(id));
+    if (found[i] == kNoSlot) found[i] = map->find(id, hash);  // An earlier row of this call may have had the same id.
+    const bool is_new = found[i] == kNoSlot;
+    const uint32_t slot = is_new ? fresh[used++] : found[i];
     std::byte* record = arena.record(slot);
     RowHeader* head = header(record);
-    if (is_new) head->state = 0;
-    created += (head->state & kExists) == 0;
-    if (head->stamp < guard_) save(table, slot, record, 0);
-    write_record(arena.layout, rows, i, record);
+    if (is_new) {
+      head->id = id;
+      set_state(head, 0);
+    }
+    const bool exists = (head->state & kExists) != 0;
+    created += !exists;
+    if (exists) delta -= hasher.hash(record);
+    if (is_owned) {
+      if (head->stamp < guard_) save(table, slot, record, 0);
+    } else if (is_listed) {
+      save_in_layer(table, slot, record, num_threads_);
+    }
+    write_record(arena.layout, rows, from + i, record);
+    delta += hasher.hash(record);
     if (is_new) map->insert(hash, slot);
   }
-  arena.free(fresh.data() + used, fresh.size() - used);
+  arena.free(fresh + used, missing - used);
   map->num_rows.fetch_add(created, std::memory_order_relaxed);
+  return delta;
+}
+
+// Slots of ids, kNoSlot where there is none; returns how many those are. The records are on their way to the cache.
+uint32_t RowStore::find_chunk(const IdMap& map, const Arena& arena, const int64_t* ids, int64_t count,
+                              uint32_t* found) const {
+  uint64_t hashes[kChunk];
+  for (int64_t i = 0; i < count; ++i) {
+    hashes[i] = fmix64(static_cast<uint64_t>(ids[i]));
+    __builtin_prefetch(map.bucket(hashes[i]), 1, 3);
+  }
+  for (int64_t i = 0; i < count; ++i) {
+    const Bucket& bucket = *map.bucket(hashes[i]);
+    for (uint32_t mask = bucket.match(tag_of_hash(hashes[i])); mask != 0; mask &= mask - 1) {
+      arena.prefetch(bucket.slots[__builtin_ctz(mask)]);
+    }
+  }
+  uint32_t missing = 0;
+  for (int64_t i = 0; i < count; ++i) {
+    found[i] = map.find(ids[i], hashes[i]);
+    missing += found[i] == kNoSlot;
+  }
+  return missing;
+}
+
+// Returns the sum of the hashes of the rows that were there.
+uint64_t RowStore::erase_held(uint32_t table, IdMap* map, bool is_owned, const int64_t* ids, int64_t n) {
+  const RowHasher& hasher = *hashers_[tables_[table].arena];
+  uint64_t removed = 0;
+  for (int64_t from = 0; from < n; from += kChunk) {
+    const int64_t count = std::min(kChunk, n - from);
+    const std::lock_guard<std::mutex> lock(mutex_);
+    uint32_t found[kChunk];
+    find_chunk(*map, arena_of(table), ids + from, count, found);
+    for (int64_t i = 0; i < count; ++i) {
+      const int64_t id = ids[from + i];
+      const uint64_t hash = fmix64(static_cast<uint64_t>(id));
+      if (found[i] == kNoSlot || map->find(id, hash) == kNoSlot) continue;
+      const std::byte* record = arena_of(table).record(found[i]);
+      if ((header(record)->state & kExists) == 0) continue;
+      removed += hasher.hash(record);
+      if (is_owned) {
+        erase_row(table, map, id, hash, found[i]);
+      } else {
+        erase_copy(table, map, id, hash, found[i]);
+      }
+    }
+  }
+  return removed;
+}
+
+// A row of a replica: nothing is kept of it but for the open cuts that list its block from before its demotion.
+void RowStore::erase_copy(uint32_t table, IdMap* map, int64_t id, uint64_t hash, uint32_t slot) {
+  const uint32_t arena = tables_[table].arena;
+  std::byte* record = arenas_[arena]->record(slot);
+  RowHeader* head = header(record);
+  const bool is_listed = is_in_open_cut(*map);
+  if (is_listed) {
+    save_in_layer(table, slot, record, num_threads_);
+    layers_.back()->note_deleted(map, slot);
+  }
+  map->erase(id, hash);
+  map->num_rows.fetch_sub(1, std::memory_order_relaxed);
+  set_state(head, 0);
+  if (is_listed || (!layers_.empty() && head->stamp >= layers_.front()->serial)) {
+    release_slots(arena, &slot, 1);
+  } else {
+    arenas_[arena]->free(&slot, 1);
+  }
 }
 
 }  // namespace shoal

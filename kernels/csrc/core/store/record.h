@@ -47,6 +47,9 @@ struct RecordLayout {
 
 inline RowHeader* header(std::byte* record) { return reinterpret_cast<RowHeader*>(record); }
 inline const RowHeader* header(const std::byte* record) { return reinterpret_cast<const RowHeader*>(record); }
+// The state of a record that another thread may be importing: a slot may have gone to a replica since it was noted.
+inline uint32_t state_of(const RowHeader& head) { return __atomic_load_n(&head.state, __ATOMIC_RELAXED); }
+inline void set_state(RowHeader* head, uint32_t state) { __atomic_store_n(&head->state, state, __ATOMIC_RELAXED); }
 inline float* slots(std::byte* record) { return reinterpret_cast<float*>(record + kHeaderBytes); }
 inline const float* slots(const std::byte* record) { return reinterpret_cast<const float*>(record + kHeaderBytes); }
 

@@ -136,21 +136,28 @@ void RowStore::reserve_rows(uint32_t table, const int64_t* ids, const std::vecto
   for (size_t i = 0; i < used; ++i) reservations_.push_back({table, fresh[i]});
 }
 
-void RowStore::discard_reservations() {
+void RowStore::discard_reservations() { discard_reservations(nullptr); }
+
+// Of one block (`only`) or of all. Blocks that are no longer owned have none.
+void RowStore::discard_reservations(const IdMap* only) {
   const std::lock_guard<std::mutex> lock(reservations_mutex_);
+  size_t kept = 0;
   for (const Reservation& reservation : reservations_) {
-    Arena& arena = arena_of(reservation.table);
-    RowHeader* head = header(arena.record(reservation.slot));
-    if ((head->state & kReserved) == 0) continue;
+    RowHeader* head = header(arena_of(reservation.table).record(reservation.slot));
+    if ((state_of(*head) & kReserved) == 0) continue;
     const uint64_t hash = fmix64(static_cast<uint64_t>(head->id));
     IdMap* map = block(reservation.table, hash);
     if (map == nullptr || map->find(head->id, hash) != reservation.slot) continue;
+    if (only != nullptr && map != only) {
+      reservations_[kept++] = reservation;
+      continue;
+    }
     map->erase(head->id, hash);
     head->state = 0;
-    arena.free(&reservation.slot, 1);
+    release_slots(tables_[reservation.table].arena, &reservation.slot, 1);
   }
-  reservations_.clear();
-  reservations_checked_ = 0;
+  reservations_.resize(kept);
+  reservations_checked_ = kept;
 }
 
 // Drop list entries whose row exists by now; called once the list has doubled, so it costs a constant per reservation.
@@ -160,7 +167,7 @@ void RowStore::forget_reservations() {
   if (reservations_.size() < 2 * reservations_checked_ + kWorthwhile) return;
   size_t kept = 0;
   for (const Reservation& reservation : reservations_) {
-    if ((header(arena_of(reservation.table).record(reservation.slot))->state & kReserved) == 0) continue;
+    if ((state_of(*header(arena_of(reservation.table).record(reservation.slot))) & kReserved) == 0) continue;
     reservations_[kept++] = reservation;
   }
   reservations_.resize(kept);
@@ -207,12 +214,12 @@ void RowStore::erase_row(uint32_t table, IdMap* map, int64_t id, uint64_t hash, 
   RowHeader* head = header(record);
   const bool exists = (head->state & kExists) != 0;
   if (head->stamp < guard_) save(table, slot, record, 0);
-  if (exists && !layers_.empty()) layers_.back()->note_deleted(table, slot);
+  if (exists && !layers_.empty()) layers_.back()->note_deleted(map, slot);
   map->erase(id, hash);
   if (exists) map->num_rows.fetch_sub(1, std::memory_order_relaxed);
   head->state = 0;
   if (logs_.empty()) {
-    arena.free(&slot, 1);
+    release_slots(tables_[table].arena, &slot, 1);
   } else {
     logs_.back()->deleted[tables_[table].arena].push_back(slot);
   }

@@ -37,8 +37,13 @@ RowStore::RowStore(std::vector<TableDesc> tables, uint32_t num_threads, uint32_t
       return l.dim == table.dim && l.slot_width == table.slot_width && l.type == table.type;
     });
     table.arena = static_cast<uint32_t>(same - arenas_.begin());
-    if (same == arenas_.end()) arenas_.push_back(std::make_unique<Arena>(table.dim, table.slot_width, table.type));
-    states_.emplace_back().blocks.resize(size_t{1} << table.log2_blocks);
+    if (same == arenas_.end()) {
+      arenas_.push_back(std::make_unique<Arena>(table.dim, table.slot_width, table.type));
+      hashers_.push_back(std::make_unique<RowHasher>(4 * size_t{table.slot_width}, table.dim * row_type_bytes(table.type)));
+    }
+    TableState& state = states_.emplace_back();
+    state.blocks.resize(size_t{1} << table.log2_blocks);
+    state.replicas.resize(size_t{1} << table.log2_blocks);
   }
 }
 
@@ -48,52 +53,9 @@ void RowStore::require_boundary(const char* what) const {
   if (!logs_.empty()) throw std::logic_error(std::string(what) + " needs a step boundary: commit or undo first");
 }
 
-void RowStore::add_block(uint32_t table, uint32_t block) {
-  auto& place = states_.at(table).blocks.at(block);
-  if (place == nullptr) place = std::make_shared<IdMap>(&arena_of(table), tables_[table].log2_blocks);
-}
-
-void RowStore::drop_block(uint32_t table, uint32_t block) {
-  if (!owns(table, block)) return;
-  clear_block(table, block);
-  states_[table].blocks[block].reset();
-}
-
-void RowStore::clear_block(uint32_t table, uint32_t block) {
-  require_boundary("clearing a block");
-  IdMap* map = states_.at(table).blocks.at(block).get();
-  if (map == nullptr) return;
-  for (const uint32_t slot : map->list_slots()) {
-    const int64_t id = header(arena_of(table).record(slot))->id;
-    erase_row(table, map, id, fmix64(static_cast<uint64_t>(id)), slot);
-  }
-  forget_reservations();
-}
-
-bool RowStore::owns(uint32_t table, uint32_t block) const { return states_.at(table).blocks.at(block) != nullptr; }
-
-int64_t RowStore::num_rows(uint32_t table, uint32_t block) const {
-  const auto& map = states_.at(table).blocks.at(block);
-  return map == nullptr ? 0 : map->num_rows.load(std::memory_order_relaxed);
-}
-
-int64_t RowStore::num_rows(uint32_t table) const {
-  int64_t total = 0;
-  for (uint32_t block = 0; block < states_.at(table).blocks.size(); ++block) total += num_rows(table, block);
-  return total;
-}
-
 uint64_t RowStore::arena_bytes() const {
   uint64_t total = 0;
   for (const auto& arena : arenas_) total += arena->bytes();
-  return total;
-}
-
-uint64_t RowStore::id_map_bytes() const {
-  uint64_t total = 0;
-  for (const auto& state : states_) {
-    for (const auto& map : state.blocks) total += map == nullptr ? 0 : map->bytes();
-  }
   return total;
 }
 

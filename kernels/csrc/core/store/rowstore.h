@@ -1,8 +1,12 @@
 // The rows of one worker: all its tables, their blocks, the versions behind undo and cuts.
 //
-// Threads. One training thread owns the store: it resolves, updates, begins, commits and undoes steps, opens cuts.
-// Within a step it may let several threads work at once: `resolve` on different tables, and RowUpdaters (each with its
-// own thread number < num_threads) on different rows. Any thread may read an open cut (cut.h) meanwhile.
+// A block is owned (trained on, in cuts, undone) or a replica: a copy of another worker's block, kept current by imports.
+//
+// Threads. One training thread owns the store: it resolves, updates, begins, commits and undoes steps, opens cuts and
+// rolls back to them. Within a step it may let several threads work at once: `resolve` on different tables, and
+// RowUpdaters (each with its own thread number < num_threads) on different rows. One other thread, the importer, may
+// add, fill, change and drop replicas meanwhile; a replica that is being changed must not be promoted. Any thread may
+// read an open cut (cut.h).
 // No result and no exported order depends on slots.
 #pragma once
 
@@ -14,6 +18,7 @@
 #include <vector>
 
 #include "core/store/arena.h"
+#include "core/store/checksum.h"
 #include "core/store/id_map.h"
 #include "core/store/optimizer.h"
 #include "core/store/versions.h"
@@ -42,13 +47,20 @@ class RowStore {
   const TableDesc& table(uint32_t index) const { return tables_[index]; }
   Arena& arena_of(uint32_t table) { return *arenas_[tables_[table].arena]; }
   const Arena& arena_of(uint32_t table) const { return *arenas_[tables_[table].arena]; }
+  const RowHasher& hasher_of(uint32_t table) const { return *hashers_[tables_[table].arena]; }
 
   // --- blocks -------------------------------------------------------------------------------------------------------
-  void add_block(uint32_t table, uint32_t block);
+  // Any thread for the questions; the training thread (at a step boundary) for what touches an owned block.
+  void add_block(uint32_t table, uint32_t block, bool is_replica);
+  // Promote or demote a block, O(1) but for the reservations of a block that is demoted.
+  void set_replica(uint32_t table, uint32_t block, bool is_replica);
+  // Forget a block. Open cuts that it is part of still read it; its slots return when they are gone.
   void drop_block(uint32_t table, uint32_t block);
   bool owns(uint32_t table, uint32_t block) const;
-  int64_t num_rows(uint32_t table) const;
-  int64_t num_rows(uint32_t table, uint32_t block) const;
+  bool is_replica(uint32_t table, uint32_t block) const;
+  // Rows of owned blocks, or of replicas.
+  int64_t num_rows(uint32_t table, bool in_replicas) const;
+  int64_t num_rows(uint32_t table, uint32_t block, bool in_replicas) const;
 
   // --- look-up ------------------------------------------------------------------------------------------------------
   // Slots of ids; kNoSlot where there is no row. With `reserve`, missing rows are made with their initial value and
@@ -74,19 +86,28 @@ class RowStore {
   uint32_t step() const { return step_; }
 
   // --- cuts (C1, C3) ------------------------------------------------------------------------------------------------
-  std::shared_ptr<CutLayer> open_layer();
+  using Blocks = std::vector<std::vector<std::shared_ptr<IdMap>>>;  // By table and block; null where not owned.
+  // Open a layer, and list the blocks that it freezes.
+  std::shared_ptr<CutLayer> open_layer(Blocks* blocks);
+  // Make the blocks that were owned when `layer` was opened, and are, read as they did then; the step becomes `step`.
+  // Younger cuts must be released (std::logic_error otherwise). The layer stays open.
+  void roll_back(const CutLayer& layer, const Blocks& blocks, uint32_t step);
   // The layers from `oldest` on, for a reader; `version` changes whenever the list does.
   std::vector<std::shared_ptr<CutLayer>> layers_since(const CutLayer& oldest, uint64_t* version) const;
   uint64_t layers_version() const { return layers_version_.load(std::memory_order_relaxed); }
   uint64_t version_bytes() const;
-  std::vector<std::shared_ptr<IdMap>> blocks_of(uint32_t table) const { return states_[table].blocks; }
+  // The map of a block that is owned or a replica; null if neither.
+  std::shared_ptr<IdMap> map_of(uint32_t table, uint32_t block) const;
 
   // --- import -------------------------------------------------------------------------------------------------------
   // Add rows, replacing rows of the same id, or with `replace` all rows of the block. All ids must be of `block`, which
-  // must be owned; throws std::invalid_argument otherwise, before anything changes.
+  // must be held; throws std::invalid_argument otherwise, before anything changes.
   void import_rows(uint32_t table, uint32_t block, const RowColumns& rows, int64_t n, bool replace);
-  // Delete all rows of a block.
-  void clear_block(uint32_t table, uint32_t block);
+  // Add or replace rows and delete others; returns the change of the block's checksum (checksum.h).
+  uint64_t apply_changes(uint32_t table, uint32_t block, const RowColumns& rows, int64_t n, const int64_t* deleted,
+                         int64_t num_deleted);
+  // Rows of a held block and the sum of their hashes. By the thread that may write to the block.
+  std::pair<int64_t, uint64_t> block_checksum(uint32_t table, uint32_t block) const;
 
   uint64_t arena_bytes() const;
   uint64_t id_map_bytes() const;
@@ -100,7 +121,8 @@ class RowStore {
 
  private:
   struct TableState {
-    std::vector<std::shared_ptr<IdMap>> blocks;  // Null where not owned.
+    std::vector<std::shared_ptr<IdMap>> blocks;    // Null where not owned. Changed by the training thread.
+    std::vector<std::shared_ptr<IdMap>> replicas;  // Null where there is none. Under the mutex.
   };
   struct Reservation {
     uint32_t table;
@@ -114,18 +136,37 @@ class RowStore {
   void reserve_rows(uint32_t table, const int64_t* ids, const std::vector<int64_t>& missing, uint32_t* slots);
   void erase_row(uint32_t table, IdMap* map, int64_t id, uint64_t hash, uint32_t slot);
   void require_boundary(const char* what) const;
+  std::shared_ptr<IdMap> require_block(uint32_t table, uint32_t block, bool* is_owned) const;
+  void check_ids(uint32_t table, uint32_t block, const int64_t* ids, int64_t n) const;
+  void discard_reservations(const IdMap* only);
+  uint64_t upsert(uint32_t table, IdMap* map, bool is_owned, const RowColumns& rows, int64_t n);
+  uint64_t upsert_chunk(uint32_t table, IdMap* map, bool is_owned, const RowColumns& rows, int64_t from, int64_t count);
+  uint32_t find_chunk(const IdMap& map, const Arena& arena, const int64_t* ids, int64_t count, uint32_t* found) const;
+  uint64_t erase_held(uint32_t table, IdMap* map, bool is_owned, const int64_t* ids, int64_t n);
+  void erase_copy(uint32_t table, IdMap* map, int64_t id, uint64_t hash, uint32_t slot);
+  bool is_in_open_cut(const IdMap& map) const {
+    return !layers_.empty() && map.cut_serial >= layers_.front()->serial;
+  }
+  void save_in_layer(uint32_t table, uint32_t slot, std::byte* record, uint32_t thread);
+  void release_slots(uint32_t arena, const uint32_t* slots, size_t count);
   void forget_reservations();
   void collect();
   void set_guard();
   void restore_arena(const StepLog& log, uint32_t arena);
+  void roll_back_arena(uint32_t arena, size_t first_layer, const Blocks& blocks, std::vector<uint32_t>* retired);
   uint32_t undo_serial() const { return logs_.empty() ? 0 : logs_.back()->serial; }
   uint32_t cut_serial() const { return layers_.empty() ? 0 : layers_.back()->serial; }
 
   std::vector<TableDesc> tables_;
   std::vector<TableState> states_;
   std::vector<std::unique_ptr<Arena>> arenas_;
+  std::vector<std::unique_ptr<const RowHasher>> hashers_;  // By arena.
   const uint32_t num_threads_;
   const uint32_t undo_steps_;
+
+  // What the training thread shares with the importer: the lists of blocks, and the layers while rows of a replica that
+  // an open cut still shows are saved to them. Held for a few hundred rows at a time.
+  mutable std::mutex mutex_;
 
   std::mutex reservations_mutex_;
   std::vector<Reservation> reservations_;
@@ -137,7 +178,7 @@ class RowStore {
   uint32_t guard_ = 0;
   std::deque<std::unique_ptr<StepLog>> logs_;  // Uncommitted steps, oldest first.
   std::vector<std::unique_ptr<StepLog>> spare_logs_;
-  std::vector<std::shared_ptr<CutLayer>> layers_;  // Oldest first; changed by the training thread under the mutex.
+  std::vector<std::shared_ptr<CutLayer>> layers_;  // Oldest first; changed by the training thread under both mutexes.
   mutable std::mutex layers_mutex_;
   std::atomic<uint64_t> layers_version_{0};
 };

@@ -37,7 +37,7 @@ void RowStore::commit(uint32_t step) {
   while (!logs_.empty() && logs_.front()->step <= step) {
     StepLog& log = *logs_.front();
     for (size_t arena = 0; arena < arenas_.size(); ++arena) {
-      arenas_[arena]->free(log.deleted[arena].data(), log.deleted[arena].size());
+      release_slots(static_cast<uint32_t>(arena), log.deleted[arena].data(), log.deleted[arena].size());
     }
     log.clear();
     spare_logs_.push_back(std::move(logs_.front()));
@@ -72,13 +72,13 @@ void RowStore::restore_arena(const StepLog& log, uint32_t arena_index) {
     const RowHeader* before = header(saved.record());
     const uint32_t state = header(record)->state;
     const bool exists = (state & kExists) != 0, existed = (before->state & kExists) != 0;
-    if (exists && !existed && !layers_.empty()) layers_.back()->note_deleted(saved.table, saved.slot);
+    IdMap* map = block(saved.table, fmix64(static_cast<uint64_t>(before->id)));
+    if (exists && !existed && !layers_.empty()) layers_.back()->note_deleted(map, saved.slot);
     if (!layers_.empty() && header(record)->stamp < cut_serial()) {
-      layers_.back()->arenas[arena_index]->save(saved.table, saved.slot, exists ? record : nullptr, 0);
+      layers_.back()->arenas[arena_index]->save(saved.table, saved.slot, record, exists, 0);
       std::atomic_thread_fence(std::memory_order_release);
     }
     std::memcpy(record, saved.record(), arena.layout.stride);
-    IdMap* map = block(saved.table, fmix64(static_cast<uint64_t>(before->id)));
     map->num_rows.fetch_add(int64_t{existed} - int64_t{exists}, std::memory_order_relaxed);
     if (state == 0) reinserted.push_back(saved);
     if ((before->state & kReserved) != 0) {
@@ -94,7 +94,7 @@ void RowStore::restore_arena(const StepLog& log, uint32_t arena_index) {
     if (other != kNoSlot) {
       map->erase(id, hash);
       header(arena.record(other))->state = 0;
-      arena.free(&other, 1);
+      release_slots(arena_index, &other, 1);
     }
     map->insert(hash, saved.slot);
   }
@@ -106,19 +106,36 @@ void RowStore::save(uint32_t table, uint32_t slot, std::byte* record, uint32_t t
   if (head->stamp < undo_serial()) logs_.back()->arenas[arena]->append(table, slot, record, thread);
   if (head->stamp < cut_serial()) {
     const bool exists = (head->state & kExists) != 0;
-    layers_.back()->arenas[arena]->save(table, slot, exists ? record : nullptr, thread);
+    layers_.back()->arenas[arena]->save(table, slot, record, exists, thread);
   }
   // Readers that see any later write to the row also see what was saved (versions.h).
   std::atomic_thread_fence(std::memory_order_release);
   head->stamp = guard_;
 }
 
+// The same for the importer, whose rows are in no undo log.
+void RowStore::save_in_layer(uint32_t table, uint32_t slot, std::byte* record, uint32_t thread) {
+  RowHeader* head = header(record);
+  if (head->stamp >= cut_serial()) return;
+  const bool exists = (head->state & kExists) != 0;
+  layers_.back()->arenas[tables_[table].arena]->save(table, slot, record, exists, thread);
+  std::atomic_thread_fence(std::memory_order_release);
+  head->stamp = cut_serial();
+}
+
 void RowStore::set_guard() { guard_ = std::max(undo_serial(), cut_serial()); }
 
-std::shared_ptr<CutLayer> RowStore::open_layer() {
+std::shared_ptr<CutLayer> RowStore::open_layer(Blocks* blocks) {
   collect();
-  auto layer = std::make_shared<CutLayer>(++serial_, arenas_, num_threads_, &slabs_);
+  auto layer = std::make_shared<CutLayer>(++serial_, arenas_, num_threads_ + 1, &slabs_);  // One for the importer.
   {
+    const std::lock_guard<std::mutex> importer(mutex_);
+    for (const TableState& state : states_) {
+      blocks->push_back(state.blocks);
+      for (const auto& map : state.blocks) {
+        if (map != nullptr) map->cut_serial = layer->serial;
+      }
+    }
     const std::lock_guard<std::mutex> lock(layers_mutex_);
     layers_.push_back(layer);
     layers_version_.fetch_add(1, std::memory_order_release);
@@ -131,12 +148,26 @@ std::shared_ptr<CutLayer> RowStore::open_layer() {
 void RowStore::collect() {
   const auto is_released = [](const auto& layer) { return layer->is_released.load(std::memory_order_acquire); };
   if (std::none_of(layers_.begin(), layers_.end(), is_released)) return;
-  std::vector<std::shared_ptr<CutLayer>> kept;
+  const std::lock_guard<std::mutex> importer(mutex_);
+  std::vector<std::shared_ptr<CutLayer>> kept, dropped;
   for (const auto& layer : layers_) {
-    if (!is_released(layer)) {
-      kept.push_back(layer);
-    } else if (!kept.empty()) {
-      kept.back()->absorb(*layer);
+    if (is_released(layer) && kept.empty()) {
+      dropped.push_back(layer);
+      continue;
+    }
+    if (is_released(layer)) {
+      // Where a reader lists the older one's rows the layer waits for another boundary.
+      const std::unique_lock<std::mutex> entries(kept.back()->entries_mutex, std::try_to_lock);
+      if (entries.owns_lock()) {
+        kept.back()->absorb(*layer);
+        continue;
+      }
+    }
+    kept.push_back(layer);
+  }
+  for (const auto& layer : dropped) {
+    for (size_t arena = 0; arena < arenas_.size(); ++arena) {
+      arenas_[arena]->free(layer->retired()[arena].data(), layer->retired()[arena].size());
     }
   }
   {

@@ -34,9 +34,9 @@ void SlabPool::put(PageBlock slab) {
   if (free_.size() < kKept) free_.push_back(std::move(slab));
 }
 
-SavedRecords::SavedRecords(const RecordLayout& layout, uint32_t num_threads, SlabPool* pool)
-    : record_bytes_(layout.stride),
-      entry_bytes_(static_cast<uint32_t>(sizeof(SavedHead)) + layout.stride),
+SavedRecords::SavedRecords(uint32_t record_bytes, uint32_t num_threads, SlabPool* pool)
+    : record_bytes_(record_bytes),
+      entry_bytes_(static_cast<uint32_t>(sizeof(SavedHead)) + record_bytes),
       entries_per_slab_(static_cast<uint32_t>((SlabPool::kSlabBytes - kSlabHeaderBytes) / entry_bytes_)),
       pool_(pool),
       cursors_(num_threads),
@@ -46,7 +46,7 @@ void SavedRecords::next_slab(Cursor* cursor) {
   PageBlock slab = pool_->get();
   cursor->slab = slab.data();
   cursor->used = 0;
-  *reinterpret_cast<uint32_t*>(slab.data()) = 0;
+  used_of(slab.data()).store(0, std::memory_order_relaxed);
   const std::lock_guard<std::mutex> lock(mutex_);
   if (num_slabs_ == kSlabsMax) throw std::length_error("too many saved row versions");
   cursor->number = num_slabs_ * entries_per_slab_;
@@ -62,28 +62,31 @@ uint32_t SavedRecords::append(uint32_t table, uint32_t slot, const std::byte* re
   std::memcpy(to, &head, sizeof(head));
   std::memcpy(to + sizeof(head), record, record_bytes_);
   const uint32_t number = cursor.number + cursor.used;
-  *reinterpret_cast<uint32_t*>(cursor.slab) = ++cursor.used;
+  used_of(cursor.slab).store(++cursor.used, std::memory_order_release);
   return number;
 }
 
 void SavedRecords::clear() {
+  const std::lock_guard<std::mutex> lock(mutex_);
   for (PageBlock& slab : owned_) pool_->put(std::move(slab));
   owned_.clear();
   num_slabs_ = 0;
   std::fill(cursors_.begin(), cursors_.end(), Cursor{});
 }
 
-uint64_t SavedRecords::bytes() const {
+uint64_t SavedRecords::count() const {
+  const std::lock_guard<std::mutex> lock(mutex_);
   uint64_t entries = 0;
-  for (uint32_t slab = 0; slab < num_slabs_; ++slab) entries += *slab_used(slab);
-  return entries * entry_bytes_;
+  for (const PageBlock& slab : owned_) entries += used_of(slab.data()).load(std::memory_order_relaxed);
+  return entries;
 }
 
 ArenaLayer::ArenaLayer(const Arena& arena, uint32_t num_threads, SlabPool* pool)
     : shift_(arena.chunk_shift()),
       mask_((1u << arena.chunk_shift()) - 1),
       num_chunks_max_(1u << (32 - arena.chunk_shift())),
-      records_(arena.layout, num_threads, pool),
+      records_(arena.layout.stride, num_threads, pool),
+      absents_(sizeof(RowHeader::id), num_threads, pool),
       index_(zeroed<std::atomic<std::atomic<uint32_t>*>>(num_chunks_max_), std::free) {}
 
 ArenaLayer::~ArenaLayer() {
@@ -109,53 +112,62 @@ std::atomic<uint32_t>* ArenaLayer::codes_of(uint32_t slot) {
   return codes;
 }
 
-void ArenaLayer::save(uint32_t table, uint32_t slot, const std::byte* record, uint32_t thread) {
+void ArenaLayer::save(uint32_t table, uint32_t slot, const std::byte* record, bool exists, uint32_t thread) {
   std::atomic<uint32_t>& code = codes_of(slot)[slot & mask_];
   if (code.load(std::memory_order_relaxed) != kNone) return;
-  const uint32_t saved = record == nullptr ? kAbsent : records_.append(table, slot, record, thread) + 1;
+  uint32_t saved = kAbsent;
+  if (exists) {
+    saved = records_.append(table, slot, record, thread) + 1;
+  } else {
+    absents_.append(table, slot, record, thread);
+  }
   code.store(saved, std::memory_order_release);
 }
 
 void ArenaLayer::absorb(const ArenaLayer& younger) {
-  uint32_t left = younger.num_indexed_.load();
-  for (uint32_t chunk = 0; left > 0 && chunk < num_chunks_max_; ++chunk) {
-    const std::atomic<uint32_t>* codes = younger.index_[chunk].load();
-    if (codes == nullptr) continue;
-    --left;
-    for (uint32_t i = 0; i <= mask_; ++i) {
-      const uint32_t code = codes[i].load(std::memory_order_relaxed);
-      if (code == kNone) continue;
-      const SavedHead* saved = code == kAbsent ? nullptr : younger.saved(code);
-      save(saved == nullptr ? 0 : saved->table, (chunk << shift_) | i, saved == nullptr ? nullptr : saved->record(), 0);
-    }
-  }
+  younger.records_.for_each([&](const SavedHead& head) { save(head.table, head.slot, head.record(), true, 0); });
+  younger.absents_.for_each([&](const SavedHead& head) { save(head.table, head.slot, head.record(), false, 0); });
 }
 
 CutLayer::CutLayer(uint32_t serial_, const std::vector<std::unique_ptr<Arena>>& of, uint32_t num_threads,
                    SlabPool* pool)
-    : serial(serial_) {
+    : serial(serial_), retired_(of.size()) {
   for (const auto& arena : of) arenas.push_back(std::make_unique<ArenaLayer>(*arena, num_threads, pool));
 }
 
-void CutLayer::note_deleted(uint32_t table, uint32_t slot) {
+void CutLayer::note_deleted(const IdMap* map, uint32_t slot) {
   const std::lock_guard<std::mutex> lock(mutex_);
-  deleted_.emplace_back(table, slot);
+  deleted_.emplace_back(map, slot);
 }
 
-std::vector<uint32_t> CutLayer::deleted(uint32_t table) const {
+std::vector<uint32_t> CutLayer::deleted(const IdMap* map) const {
   const std::lock_guard<std::mutex> lock(mutex_);
   std::vector<uint32_t> slots;
   for (const auto& [of, slot] : deleted_) {
-    if (of == table) slots.push_back(slot);
+    if (of == map) slots.push_back(slot);
   }
   return slots;
 }
 
-void CutLayer::absorb(const CutLayer& younger) {
-  for (size_t i = 0; i < arenas.size(); ++i) arenas[i]->absorb(*younger.arenas[i]);
+void CutLayer::retire(uint32_t arena, const uint32_t* slots, size_t count) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  retired_[arena].insert(retired_[arena].end(), slots, slots + count);
+}
+
+void CutLayer::absorb(CutLayer& younger) {
+  for (size_t i = 0; i < arenas.size(); ++i) {
+    arenas[i]->absorb(*younger.arenas[i]);
+    retire(static_cast<uint32_t>(i), younger.retired_[i].data(), younger.retired_[i].size());
+  }
   const std::lock_guard<std::mutex> lock(mutex_);
   const std::lock_guard<std::mutex> other(younger.mutex_);
   deleted_.insert(deleted_.end(), younger.deleted_.begin(), younger.deleted_.end());
+}
+
+uint64_t CutLayer::count() const {
+  uint64_t total = 0;
+  for (const auto& arena : arenas) total += arena->count();
+  return total;
 }
 
 uint64_t CutLayer::bytes() const {
@@ -166,7 +178,7 @@ uint64_t CutLayer::bytes() const {
 
 StepLog::StepLog(const std::vector<std::unique_ptr<Arena>>& of, uint32_t num_threads, SlabPool* pool)
     : deleted(of.size()) {
-  for (const auto& arena : of) arenas.push_back(std::make_unique<SavedRecords>(arena->layout, num_threads, pool));
+  for (const auto& arena : of) arenas.push_back(std::make_unique<SavedRecords>(arena->layout.stride, num_threads, pool));
 }
 
 void StepLog::clear() {
