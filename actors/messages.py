@@ -185,6 +185,8 @@ class WorkerStatus:
     rows: int = 0
     #: Orders of epochs below this are void for this worker: what a parked worker has reported then holds (F4).
     fence: int = 0
+    #: Worker ids that did not answer in the exchange because of which this worker has parked, where known.
+    unreachable: tuple[str, ...] = ()
     #: Epoch being prepared, or -1; and how that stands.
     preparing: int = -1
     prepare: PrepareProgress | None = None

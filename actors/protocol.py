@@ -84,8 +84,11 @@ class WorkerRules:
 
     #: Applied steps at which training is over.
     total_steps: int
-    #: Steps between snapshots; None: only while a view change is prepared (``checkpoint`` recovery).
+    #: Steps between snapshots of a view with buddies (``replicated`` recovery). Other views take them only while a view
+    #: change is prepared; None: so do all.
     snapshot_every_steps: int | None = None
+    #: Take them without buddies too (``partial`` recovery).
+    has_local_snapshots: bool = False
     #: Silence of the controller after which all ranks park and nothing is written to storage.
     lease_s: float = 60.0
     #: Silence of the controller after which a parked worker ends. Larger than ``lease_s``.
@@ -122,6 +125,8 @@ class WorkerState:
         self.skipped_snapshots = 0
         #: Why the worker parked, failed or left; "" otherwise.
         self.reason = ""
+        #: Workers that did not answer when this one parked.
+        self.unreachable: tuple[str, ...] = ()
         #: False: the controller has been silent for the lease, and nothing may be written to storage (F7).
         self.may_write = True
         self._is_over = False
@@ -284,8 +289,7 @@ class WorkerState:
         match event:
             case Joined(step=step):
                 assert self._target is not None
-                periodic = self.rules.snapshot_every_steps is not None
-                self._enter(self._target, step, step if periodic else None, -1)
+                self._enter(self._target, step, step if self._every(self._target) is not None else None, -1)
                 return self._go_on([])
             case StepDone():
                 return self._step_done(event)
@@ -300,9 +304,15 @@ class WorkerState:
                 return self._cut_over_done(step)
             case Recovered(step=step):
                 return self._recovered(step)
-            case JoinFailed(reason=reason) | StepFailed(reason=reason):
+            case StepFailed(reason=reason, missing_ranks=missing):
+                self._blame(self.view, missing)
                 return self._park_now([], reason)
-            case CutOverFailed(reason=reason) | RecoverFailed(reason=reason):
+            case (
+                JoinFailed(reason=reason, missing_ranks=missing)
+                | CutOverFailed(reason=reason, missing_ranks=missing)
+                | RecoverFailed(reason=reason, missing_ranks=missing)
+            ):
+                self._blame(self._target, missing)
                 return self._park_now([], reason)
         raise AssertionError(f"unknown event {event!r}")
 
@@ -333,12 +343,16 @@ class WorkerState:
 
     def _is_snapshot_due(self, event: StepDone) -> bool:
         """The cadence that all ranks agree on, from header data alone (5)."""
-        every = self.rules.snapshot_every_steps
+        every = None if self.view is None else self._every(self.view)
         is_due = Flag.HASTE in event.flags or (every is not None and event.step % every == 0)
         if is_due and not self._may_snapshot(event.protected):
             self.skipped_snapshots += 1
             return False
         return is_due
+
+    def _every(self, view: View) -> int | None:
+        is_periodic = bool(view.buddies) or self.rules.has_local_snapshots
+        return self.rules.snapshot_every_steps if is_periodic else None
 
     def _may_snapshot(self, protected: int) -> bool:
         return self.newest_snapshot is None or protected == self.newest_snapshot
@@ -368,15 +382,19 @@ class WorkerState:
         if view.rank_of(self.worker_id) is None:  # it only supplied rows
             self.phase = WorkerPhase.LEFT if self.view is not None else WorkerPhase.PARKED
             return self._go_on([])
-        self._enter(view, step, step if self.rules.snapshot_every_steps is not None else None, -1)
+        self._enter(view, step, step if self._every(view) is not None else None, -1)
         return self._go_on([])
+
+    def _blame(self, view: View | None, missing: Sequence[int]) -> None:
+        assert view is not None
+        self.unreachable = tuple(view.members[rank].worker_id for rank in missing)
 
     def _enter(self, view: View, step: int, snapshot: int | None, protected: int) -> None:
         """``view`` is decided, and this worker trains in it from ``step`` on."""
         assert view.epoch > self.epoch, "epochs rise (2)"
         self.view, self.step, self.phase, self.reason = view, step, WorkerPhase.TRAINING, ""
         self.fence = max(self.fence, view.epoch + 1)
-        self.newest_snapshot, self.protected = snapshot, protected
+        self.newest_snapshot, self.protected, self.unreachable = snapshot, protected, ()
         self._forget_preparing()
 
     # ---- what comes next ------------------------------------------------------------------------------------------

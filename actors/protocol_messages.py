@@ -89,6 +89,7 @@ class JoinFailed:
 
     epoch: int
     reason: str
+    missing_ranks: tuple[int, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -144,6 +145,7 @@ class CutOverFailed:
 
     epoch: int
     reason: str
+    missing_ranks: tuple[int, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -163,6 +165,7 @@ class RecoverFailed:
 
     epoch: int
     reason: str
+    missing_ranks: tuple[int, ...] = ()
 
 
 Outcome = (

@@ -39,27 +39,19 @@ class RunPhase(enum.Enum):
         return self in (RunPhase.FINISHED, RunPhase.STOPPED, RunPhase.FAILED)
 
 
-class Cause(enum.IntEnum):
-    """Why a view changes; the lower number goes first (V6)."""
-
-    FAILURE = 0
-    DRAIN = 1
-    REPLACE = 2
-    SCALE = 3
-    CAPACITY = 4
-    REBALANCE = 5
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class RecordKind:
+class RecordKind(enum.Enum):
     """Kinds of journal records."""
 
+    #: The run's first view, or its first one after all workers were lost, before any worker joins it.
+    START = "start"
     #: A view's number and content, before anybody prepares it. The number is used up (V1).
     PREPARE = "prepare"
     #: A view is decided.
     DECIDED = "decided"
-    #: A recovery's view and plan, before any rank acts (F4). Decided unless a later record says otherwise.
+    #: A recovery's view and plan, before any rank acts (F4).
     RECOVER = "recover"
+    #: The operator's number of workers.
+    TARGET = "target"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -67,12 +59,14 @@ class JournalRecord:
     """One numbered record of the run's journal."""
 
     record_id: int
-    kind: str
-    view: View
+    kind: RecordKind
+    view: View | None = None
     #: Of a recovery: the target and where it comes from.
     plan: RecoveryPlan | None = None
     #: First step of the view, where it is known: steps applied when it was decided (K2).
     step: int | None = None
+    #: The operator's number of workers; None: the configuration's. In every record.
+    target: int | None = None
     reason: str = ""
 
 
@@ -100,12 +94,12 @@ class WorkerPrepared(Timed):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LaunchFailed(Timed):
-    """``num_workers`` of those asked for will not come: no capacity in time, a node died, a model was not built.
+    """Workers that were asked for will not come: no capacity in time, a node died, a model was not built.
 
     ``is_fatal``: the job's own fault (its model cannot be built); another attempt would fail as well.
     """
 
-    num_workers: int
+    worker_ids: tuple[str, ...]
     reason: str
     is_fatal: bool = False
 
@@ -138,13 +132,6 @@ class WorkerLost(Timed):
 
     worker_id: str
     reason: str
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class CapacitySeen(Timed):
-    """The cluster can hold ``num_workers`` workers of this run, those it has included."""
-
-    num_workers: int
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -211,7 +198,8 @@ class JournalWritten(Timed):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FoundWorker:
-    """A worker that a restarted controller found alive; ``holdings`` also where it has not parked: they name its view."""
+    """A worker that a restarted controller found alive. ``holdings`` also where it has not parked: they name its
+    view."""
 
     info: WorkerInfo
     status: WorkerStatus
@@ -237,7 +225,6 @@ Event = (
     | StatusSeen
     | WorkerSilent
     | WorkerLost
-    | CapacitySeen
     | ScaleRequested
     | DrainNotice
     | RebalanceRequested
@@ -254,18 +241,18 @@ Event = (
 
 @dataclasses.dataclass(frozen=True)
 class LaunchWorkers:
-    """Ask the cluster for ``num_workers`` more. -> WorkerPrepared or LaunchFailed for each, whenever that is."""
+    """Open one placement group for each of these new workers, and start it once there is room, however long that takes.
+    -> WorkerPrepared or LaunchFailed for each."""
 
-    num_workers: int
+    worker_ids: tuple[str, ...]
     reason: str
 
 
 @dataclasses.dataclass(frozen=True)
 class CancelLaunch:
-    """Withdraw ``num_workers`` requests that are not fulfilled yet, or all. Those that come nevertheless are told to
-    leave by the state machine. -> nothing."""
+    """Withdraw these requests. A worker that comes nevertheless is told to leave by the state machine. -> nothing."""
 
-    num_workers: int
+    worker_ids: tuple[str, ...]
     reason: str
 
 
@@ -273,8 +260,7 @@ class CancelLaunch:
 class SendOrder:
     """Deliver ``order`` soon; losing it is no harm, since it is sent again until a status shows its effect.
 
-    The executor fills in what a pure machine cannot know: ``Start.restore`` from the checkpoint the run starts from,
-    ``RecoveryPlan.restores`` from the checkpoint of ``plan.step``.
+    Of an order that has no lasting effect to show (Release, Leave) a lost one is not missed for correctness.
     """
 
     worker_id: str
