@@ -179,13 +179,12 @@ def _without_progress(losses: Sequence[Loss]) -> int:
 class LossState:
     """What is left of a view after a loss."""
 
+    #: Living members of the view, in rank order.
     survivors: tuple[str, ...]
-    #: Members of the view that are gone and would be replaced; not those that were leaving anyway.
+    #: Members that are gone and were to stay; empty where a failure took nobody.
     lost: tuple[str, ...]
-    #: Workers that have built their model and are in no view: standbys and replacements, oldest first.
+    #: Workers that have built their model and are in no view: standbys and new ones, oldest first.
     ready: tuple[str, ...] = ()
-    #: Workers that are being started.
-    num_starting: int = 0
     #: Since the loss was decided.
     waited_s: float = 0.0
 
@@ -201,48 +200,51 @@ class Resume:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Wait:
-    """Start ``num_start`` more workers and decide again when one is ready, or after ``until_s``."""
+    """Decide again when a worker is ready, or after ``until_s``. ``scaling.decide_demand`` asks for the workers."""
 
-    num_start: int
+    #: How many more ready workers would end the wait.
+    num_missing: int
     #: Seconds after the loss at which the decision changes by itself.
     until_s: float
-    #: Fewer workers than the minimum are left: the run is paused, not merely recovering.
+    #: The run has fewer workers than it may have: it is paused, not merely recovering.
     is_below_min: bool
     reason: str
 
 
 def decide_loss(state: LossState, config: FailureConfig, *, min_workers: int, is_elastic: bool) -> Resume | Wait | Stop:
-    """How the run goes on after a loss: ``on_loss``, with the reason. Asked again whenever ``state`` changes."""
+    """How the run goes on after a loss: ``on_loss``, with the reason. Asked again whenever ``state`` changes.
+
+    ``shrink`` takes no new worker that it can do without, for rows would have to be sent to it first; the cluster's
+    room is used afterwards. ``standby`` and ``replace`` fill lost ranks, so that the number of workers stays (F9).
+    """
     policy = config.loss_policy(is_elastic=is_elastic)
-    num_missing = len(state.lost) - len(state.ready)
-    available = len(state.survivors) + min(len(state.ready), len(state.lost))
-    enough = len(state.survivors) + len(state.ready) >= min_workers
-    if num_missing <= 0 and available >= min_workers:
-        return _resume(state, f"{policy}: {len(state.lost)} replaced by workers that are ready")
+    num_left, num_lost = len(state.survivors), len(state.lost)
+    num_needed = max(1, min_workers - num_left) if num_left == 0 else max(0, min_workers - num_left)
+    num_wanted = num_needed if policy == "shrink" else max(num_needed, num_lost)
+    num_taken = min(num_wanted, len(state.ready))
+    found = f"{num_left} of {num_left + num_lost} workers left, {num_taken} new ones take part"
+    if num_taken == num_wanted:
+        return _resume(state, num_taken, f"{policy}: {found}")
     if policy == "replace" and state.waited_s < config.replace_timeout_s:
-        num_start = max(0, num_missing - state.num_starting, min_workers - available - state.num_starting)
         return Wait(
-            num_start=num_start,
+            num_missing=num_wanted - num_taken,
             until_s=config.replace_timeout_s,
-            is_below_min=not enough,
-            reason=f"replace: waiting for {max(num_missing, 1)} new workers, at most {config.replace_timeout_s:g} s",
+            is_below_min=num_taken < num_needed,
+            reason=f"replace: {num_wanted - num_taken} new workers are waited for, {config.replace_timeout_s:g} s",
         )
-    if enough and (state.survivors or state.ready):
-        late = "" if policy != "replace" else f": no replacement within {config.replace_timeout_s:g} s"
-        return _resume(
-            state, f"{policy}{late}: {len(state.survivors)} of {len(state.survivors) + len(state.lost)} left"
-        )
-    have = len(state.survivors) + len(state.ready)
+    if num_taken >= num_needed:
+        late = f", no more within {config.replace_timeout_s:g} s" if policy == "replace" else ""
+        return _resume(state, num_taken, f"{policy}: {found}{late}")
     if state.waited_s >= config.capacity_timeout_s:
-        return Stop(reason=f"{have} workers for {state.waited_s:.0f} s: at least {min_workers} are needed")
+        return Stop(reason=f"{num_left + num_taken} workers for {state.waited_s:.0f} s, at least {min_workers} needed")
     return Wait(
-        num_start=max(0, min_workers - have - state.num_starting),
+        num_missing=num_needed - num_taken,
         until_s=config.capacity_timeout_s,
         is_below_min=True,
-        reason=f"paused: {have} workers are left, at least {min_workers} are needed",
+        reason=f"paused: {num_left + num_taken} workers, at least {min_workers} are needed",
     )
 
 
-def _resume(state: LossState, reason: str) -> Resume:
-    """All survivors, replacements for as many lost ranks as there are, and further ready workers below the minimum."""
-    return Resume(members=state.survivors + state.ready, replaced=dict(zip(state.ready, state.lost)), reason=reason)
+def _resume(state: LossState, num_taken: int, reason: str) -> Resume:
+    joiners = state.ready[:num_taken]
+    return Resume(members=state.survivors + joiners, replaced=dict(zip(joiners, state.lost)), reason=reason)

@@ -11,9 +11,9 @@ Invariants, asserted by number in the test:
    its replacement, else rank 0.
 6. Deciding again from the same arguments gives the same decision.
 
-A worker's ``aux`` entries and its own bins are *raw*: what each worker counted by itself up to that snapshot. Bins that
-an earlier attempt has handed over stay with their holder under their origin's name until a higher snapshot is
-protected; so attempts can be repeated without counting twice.
+Who contributed (5): the members of ``base``. Bins of workers that left or were lost before it was decided are part of
+those of its rank 0, which merges them before it enters the view's first exchange; so nobody's are counted twice when a
+view fails soon after it began. Only a rank 0 that does not know of ``base`` yet has still its own alone.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def plan_recovery(
     epoch: int,
     mode: RecoveryMode,
     durable_step: int | None,
-    make_restore: Callable[[str, BlockSet], Any],
+    make_restore: Callable[[str, BlockSet], Any] | None = None,
     floor: int | None = None,
     replaced: Mapping[str, str] | None = None,
     rows_reported: Mapping[str, int] | None = None,
@@ -85,53 +85,133 @@ def plan_recovery(
             nothing.
         epoch: number of the new view, never used before.
         durable_step: steps applied at the newest checkpoint that counts (K2); None: there is none.
-        make_restore: (worker id, its blocks to read) -> what that worker reads of the checkpoint at ``durable_step``.
+        make_restore: (worker id, its blocks to read) -> what that worker reads of the checkpoint at ``durable_step``;
+            None: whoever executes the plan fills ``restores`` in.
         floor: target of an earlier attempt of this recovery; None: this is the first.
         replaced: joiner -> the lost member of ``base`` whose rank it takes (F9).
         rows_reported: worker id -> rows it last said to own, to estimate what a partial recovery loses.
+
+    Raises: PlanError where the remaining workers cannot hold the tables (only when they are placed anew).
     """
-    supply = _Supply(holdings)
     blocks = [(table.name, block) for table in tables for block in range(table.num_blocks)]
-    target = supply.full_target(blocks, floor)
-    applied = max((held.applied for held in holdings.values()), default=0)
-    durable = durable_step or 0
-    partial = None
-    if mode is RecoveryMode.PARTIAL and target is None:
-        partial = supply.partial_target([key for key in blocks if supply.is_owner_alive(base, *key)], floor)
-    step = target if target is not None else partial
-    if step is None or durable > step:
-        why = _why_checkpoint(supply, blocks, step, durable_step, floor)
-        return _from_checkpoint(
-            base, members, tables, spec, epoch, durable_step, make_restore, replaced, why, max(0, applied - durable)
-        )
+    case = _Case(
+        base=base,
+        members=members,
+        tables=tables,
+        spec=spec,
+        epoch=epoch,
+        durable_step=durable_step,
+        make_restore=make_restore,
+        replaced=replaced or {},
+        applied=max((held.applied for held in holdings.values()), default=0),
+        supply=_Supply(holdings),
+        blocks=blocks,
+    )
+    step = case.supply.highest(blocks, floor)
+    if step is None and mode is RecoveryMode.PARTIAL:
+        living = [key for key in blocks if base.members[base.placement[key[0]][key[1]]].worker_id in holdings]
+        step = case.supply.highest(living, floor)
+    if step is None or (durable_step or 0) > step:
+        return _from_checkpoint(case, _why_checkpoint(case, step, floor))
+    return _from_memory(case, step, rows_reported or {})
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Case:
+    """The arguments of one decision, checked and indexed."""
+
+    base: View
+    members: Sequence[Candidate]
+    tables: Sequence[TableSpec]
+    spec: ViewSpec
+    epoch: int
+    durable_step: int | None
+    make_restore: Callable[[str, BlockSet], Any] | None
+    replaced: Mapping[str, str]
+    #: The most steps any survivor has applied.
+    applied: int
+    supply: _Supply
+    blocks: Sequence[tuple[str, int]]
+
+    @property
+    def checkpoint(self) -> str:
+        if self.durable_step is None:
+            return "the initial values (there is no checkpoint)"
+        return f"the checkpoint of step {self.durable_step}"
+
+    def restores(self, view: View, blocks: BlockSet, *, is_for_all: bool) -> dict[str, Any]:
+        """Worker id -> what it reads; with ``is_for_all`` also for members without blocks, for the dense state."""
+        if self.durable_step is None or self.make_restore is None:
+            return {}
+        mine = {member.worker_id: view.owned_by(member.rank) & blocks for member in view.members}
+        return {worker: self.make_restore(worker, own) for worker, own in mine.items() if own or is_for_all}
+
+
+def _from_memory(case: _Case, step: int, rows_reported: Mapping[str, int]) -> RecoveryDecision:
+    """All come to the snapshot of ``step``; blocks that nobody has come from the checkpoint (partial)."""
+    supply = case.supply
     view_plan = failover_view(
-        base,
-        epoch,
-        members,
-        tables,
-        spec,
+        case.base,
+        case.epoch,
+        case.members,
+        case.tables,
+        case.spec,
         holders=lambda table, block: supply.holders(step, table, block),
-        replaced=replaced,
+        replaced=case.replaced,
     )
     view = view_plan.view
-    lost = BlockSet.of(_by_table(key for key in blocks if not supply.holders(step, *key)))
-    restores = {} if durable_step is None else _restores(view, lost, make_restore)
-    shipments = supply.shipments(step, view, lost, {old: new for new, old in (replaced or {}).items()})
-    reason = f"step {step}: {view_plan.reason}"
+    lost = BlockSet.of(_by_table(key for key in case.blocks if not supply.holders(step, *key)))
+    reason = f"back to the snapshot of step {step}; {view_plan.reason}"
     if lost:
-        where = "their initial values" if durable_step is None else f"the checkpoint of step {durable_step}"
-        reason += f"; {len(lost)} row blocks without a living copy come from {where}"
+        reason += f"; {len(lost)} row blocks that nobody has come from {case.checkpoint}"
+    origins = supply.contributors(step, case.base)
+    unknown = [origin for origin in origins if not supply.has_aux(step, origin)]
+    if unknown:
+        reason += f"; metrics counted by {', '.join(unknown)} since the last evaluation are lost"
     plan = RecoveryPlan(
-        step=step, from_checkpoint=False, shipments=shipments, restores=restores, lost_blocks=lost, reason=reason
+        step=step,
+        from_checkpoint=False,
+        shipments=supply.shipments(step, view, lost, origins, {old: new for new, old in case.replaced.items()}),
+        restores=case.restores(view, lost, is_for_all=False),
+        lost_blocks=lost,
+        reason=reason,
     )
     return RecoveryDecision(
         view=view,
         plan=plan,
         reason=reason,
-        base_epoch=base.epoch,
-        redone_steps=max(0, applied - step),
-        rows_lost=_rows_lost(base, lost, tables, rows_reported or {}),
+        base_epoch=case.base.epoch,
+        redone_steps=max(0, case.applied - step),
+        rows_lost=_rows_lost(case.base, lost, case.tables, rows_reported),
     )
+
+
+def _from_checkpoint(case: _Case, why: str) -> RecoveryDecision:
+    """All read the newest checkpoint, or start from the initial values; placed evenly, since everything moves."""
+    plan_of = plan_view(case.base, case.epoch, case.members, case.tables, case.spec, replaced=case.replaced)
+    everything = BlockSet.of({table.name: range(table.num_blocks) for table in case.tables})
+    step = case.durable_step or 0
+    reason = f"back to {case.checkpoint}: {why}; {plan_of.reason}"
+    restores = case.restores(plan_of.view, everything, is_for_all=True)
+    return RecoveryDecision(
+        view=plan_of.view,
+        plan=RecoveryPlan(step=step, from_checkpoint=True, restores=restores, reason=reason),
+        reason=reason,
+        base_epoch=case.base.epoch,
+        redone_steps=max(0, case.applied - step),
+    )
+
+
+def _why_checkpoint(case: _Case, step: int | None, floor: int | None) -> str:
+    if step is not None:
+        return f"it is newer than what the workers share (step {step})"
+    usable = [held for held in case.supply.steps if floor is None or held >= floor]
+    if not usable:
+        beyond = "" if floor is None else f" of step {floor}, the target of an earlier attempt, or later"
+        return f"no survivor has a snapshot{beyond}"
+    missing = {held: sum(not case.supply.holders(held, *key) for key in case.blocks) for held in usable}
+    best = min(usable, key=lambda held: (missing[held], -held))
+    return f"nobody left has {missing[best]} of {len(case.blocks)} row blocks at step {best}"
 
 
 class _Supply:
@@ -162,26 +242,36 @@ class _Supply:
     def has_dense(self, step: int, worker: str) -> bool:
         return worker in self._dense.get(step, ())
 
-    def is_owner_alive(self, base: View, table: str, block: int) -> bool:
-        return base.members[base.placement[table][block]].worker_id in self._holdings
+    def has_aux(self, step: int, origin: str) -> bool:
+        """Whether somebody can bring the metric bins that ``origin`` had counted at ``step``."""
+        return self.has_dense(step, origin) or any(step in h.aux.get(origin, ()) for h in self._holdings.values())
 
-    def full_target(self, blocks: Sequence[tuple[str, int]], floor: int | None) -> int | None:
+    def highest(self, blocks: Sequence[tuple[str, int]], floor: int | None) -> int | None:
         """The highest step, not below ``floor``, at which somebody brings each of ``blocks`` and the dense state."""
         steps = (step for step in self._dense if floor is None or step >= floor)
         return max((step for step in steps if all(self.holders(step, *key) for key in blocks)), default=None)
 
-    #: In a partial recovery only the blocks of living owners count.
-    partial_target = full_target
-
-    def missing(self, step: int, blocks: Sequence[tuple[str, int]]) -> int:
-        return sum(not self.holders(step, *key) for key in blocks)
+    def contributors(self, step: int, base: View) -> list[str]:
+        """Workers whose metric bins at ``step`` make up the whole."""
+        origins = [member.worker_id for member in base.members]
+        first = self._holdings.get(origins[0])
+        if first is None or first.view is None or first.view.epoch >= base.epoch:
+            return origins
+        before = {member.worker_id for member in first.view.members}
+        for member in first.view.members:
+            heir = base.members[member.rank].worker_id if member.rank < base.world_size else ""
+            has_been_replaced = heir not in before and self.has_dense(step, heir)
+            if member.worker_id not in origins and not has_been_replaced:
+                origins.append(member.worker_id)
+        return origins
 
     @property
     def steps(self) -> list[int]:
+        """Steps at which somebody has the dense state."""
         return sorted(self._dense)
 
     def shipments(
-        self, step: int, view: View, lost: BlockSet, replacement_of: Mapping[str, str]
+        self, step: int, view: View, lost: BlockSet, origins: Sequence[str], replacement_of: Mapping[str, str]
     ) -> tuple[Shipment, ...]:
         """What each member of ``view`` needs and cannot bring itself; one shipment for a pair of workers."""
         blocks: dict[tuple[str, str], list[tuple[str, int]]] = {}
@@ -195,7 +285,7 @@ class _Supply:
                 num_sent[source] = num_sent.get(source, 0) + 1
                 blocks.setdefault((source, member.worker_id), []).append((table, block))
         dense = self._dense_pairs(step, view, set(blocks))
-        aux = self._aux_pairs(step, view, replacement_of)
+        aux = self._aux_pairs(step, view, origins, replacement_of)
         return tuple(
             Shipment(
                 source=source,
@@ -220,69 +310,27 @@ class _Supply:
             chosen.add((source, member.worker_id))
         return chosen
 
-    def _aux_pairs(self, step: int, view: View, replacement_of: Mapping[str, str]) -> dict[tuple[str, str], list[str]]:
-        """(source, target) -> workers whose bins travel; source and target may be the same worker."""
-        keepers = {member.worker_id for member in view.members if self.has_dense(step, member.worker_id)}
-        holders: dict[str, list[str]] = {}
-        for worker, held in self._holdings.items():
-            own = [worker] if step in held.snapshots else []
-            for origin in own + [other for other, steps in held.aux.items() if step in steps]:
-                holders.setdefault(origin, []).append(worker)
-        pairs: dict[tuple[str, str], list[str]] = {}
+    def _aux_pairs(
+        self, step: int, view: View, origins: Sequence[str], replacement_of: Mapping[str, str]
+    ) -> dict[tuple[str, str], list[str]]:
+        """(source, target) -> workers whose bins travel. Both may be the same worker: it then adds what it holds for
+        another to its own."""
         members = {member.worker_id for member in view.members}
-        for origin, able in sorted(holders.items()):
-            if origin in keepers:
+        pairs: dict[tuple[str, str], list[str]] = {}
+        for origin in sorted(origins):
+            if origin in members and self.has_dense(step, origin):
                 continue
-            # A living member that fell behind its own buddy takes its own bins back.
-            heir = origin if origin in members else replacement_of.get(origin)
-            target = heir if heir in members and heir is not None else view.members[0].worker_id
+            able = [worker for worker, held in self._holdings.items() if step in held.aux.get(origin, ())]
+            if self.has_dense(step, origin):
+                able.insert(0, origin)
+            if not able:
+                continue
+            # A member that has fallen behind its own buddy gets its own back.
+            heir = origin if origin in members else replacement_of.get(origin, "")
+            target = heir if heir in members else view.members[0].worker_id
             source = target if target in able else able[0]
             pairs.setdefault((source, target), []).append(origin)
         return pairs
-
-
-def _from_checkpoint(
-    base: View,
-    members: Sequence[Candidate],
-    tables: Sequence[TableSpec],
-    spec: ViewSpec,
-    epoch: int,
-    durable_step: int | None,
-    make_restore: Callable[[str, BlockSet], Any],
-    replaced: Mapping[str, str] | None,
-    why: str,
-    redone_steps: int,
-) -> RecoveryDecision:
-    view = plan_view(base, epoch, members, tables, spec, replaced=replaced).view
-    everything = BlockSet.of({table.name: range(table.num_blocks) for table in tables})
-    restores = {} if durable_step is None else _restores(view, everything, make_restore, is_for_all=True)
-    plan = RecoveryPlan(step=durable_step or 0, from_checkpoint=True, restores=restores, reason=why)
-    return RecoveryDecision(view=view, plan=plan, reason=why, base_epoch=base.epoch, redone_steps=redone_steps)
-
-
-def _restores(
-    view: View, blocks: BlockSet, make_restore: Callable[[str, BlockSet], Any], *, is_for_all: bool = False
-) -> dict[str, Any]:
-    mine = {member.worker_id: view.owned_by(member.rank) & blocks for member in view.members}
-    return {worker: make_restore(worker, owned) for worker, owned in mine.items() if owned or is_for_all}
-
-
-def _why_checkpoint(
-    supply: _Supply,
-    blocks: Sequence[tuple[str, int]],
-    step: int | None,
-    durable_step: int | None,
-    floor: int | None,
-) -> str:
-    goal = "step 0, initial values: there is no checkpoint" if durable_step is None else f"checkpoint {durable_step}"
-    if step is not None:
-        return f"{goal}: it is newer than what the workers share (step {step})"
-    usable = [held for held in supply.steps if floor is None or held >= floor]
-    if not usable:
-        beyond = "" if floor is None else f" of step {floor}, the target of an earlier attempt, or later"
-        return f"{goal}: no survivor has a snapshot{beyond}"
-    best = min(usable, key=lambda held: (supply.missing(held, blocks), -held))
-    return f"{goal}: owner and copy of {supply.missing(best, blocks)} row blocks are lost (step {best} has the others)"
 
 
 def _by_table(keys: Iterable[tuple[str, int]]) -> dict[str, list[int]]:

@@ -4,7 +4,8 @@ Room in the cluster is never computed: every wanted worker has a placement group
 room. So Ray's autoscaler sees the demand, and nobody else is given the same slot.
 
 Invariants, asserted by number in the test:
-1. One view change is in flight; only a cause of higher rank interrupts one, and nothing but a failure a cutover.
+1. One view change is in flight. A cause of higher rank interrupts it, and so does a drain that hits one of its members;
+   nothing interrupts a cutover but a failure.
 2. No decision takes the run below its minimum, unless a node's deadline leaves no choice, and never to nobody.
 3. Workers, ready ones and open placement groups together are never more than wanted (and standbys).
 4. Growth that follows the cluster's room keeps its interval and waits for stragglers a moment; drains and orders of the
@@ -15,29 +16,16 @@ Invariants, asserted by number in the test:
 from __future__ import annotations
 
 import dataclasses
-import enum
+import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from shoal.platform.config import ScalingConfig
 from shoal.platform.config_failure import FailureConfig
+from shoal.platform.state_messages import Cause
 
-#: How long the first of several joiners waits for the others, so that they come in one view change. Seconds.
-SETTLE_S = 2.0
-#: Deadline assumed for a drain that names none (Ray: 30 s). Seconds after it was announced.
-DRAIN_DEFAULT_S = 30.0
-
-
-class Cause(enum.IntEnum):
-    """What a view change is for; a higher one goes before a lower one (V6)."""
-
-    HOT_SET = 0
-    REBALANCE = 1
-    CAPACITY = 2
-    OPERATOR = 3
-    REPLACE = 4
-    DRAIN = 5
-    FAILURE = 6
+#: How long the first of several joiners waits for others that are being started, so that they come in one view change.
+SETTLE_S = 5.0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -58,18 +46,22 @@ class ScalingSnapshot:
     ready: tuple[Placed, ...] = ()
     #: When the oldest of ``ready`` became ready.
     ready_since_s: float = 0.0
-    #: Workers whose placement group is open, or that are being started.
+    #: Workers that have their resources and are being started.
+    starting: tuple[str, ...] = ()
+    #: Workers whose placement group waits for room in the cluster.
     pending: tuple[str, ...] = ()
-    #: Workers kept idle for on_loss standby, ready or starting; not in ``ready`` or ``pending``.
+    #: Workers kept idle for on_loss standby, ready or not; in none of the other lists.
     standby: tuple[str, ...] = ()
     #: Number of workers the operator asked for; None: the configuration's.
     target: int | None = None
-    #: Worker id -> when its node goes, for workers on nodes that are being drained, or that had a SIGTERM.
+    #: Worker id -> when it will be gone, for workers on nodes that are being drained, or that had a SIGTERM; infinity:
+    #: it is to be replaced when a new one is ready.
     draining: Mapping[str, float] = dataclasses.field(default_factory=dict)
     #: Why the placement should be evened out (``membership.needs_rebalance``).
     rebalance: str | None = None
-    #: Cause of the view change in flight, and whether it can no longer be interrupted.
+    #: The view change in flight: its cause, its members, and whether it can no longer be interrupted.
     in_flight: Cause | None = None
+    in_flight_members: tuple[str, ...] = ()
     is_cutting_over: bool = False
     #: When the last view change was decided.
     last_change_s: float = float("-inf")
@@ -113,18 +105,19 @@ def decide_demand(snapshot: ScalingSnapshot, config: ScalingConfig, failure: Fai
     staying = sum(member.worker_id not in snapshot.draining for member in snapshot.members)
     usable = [one.worker_id for one in snapshot.ready if one.worker_id not in snapshot.draining]
     hopeless = tuple(one.worker_id for one in snapshot.ready if one.worker_id in snapshot.draining)
-    have = staying + len(usable) + len(snapshot.pending)
+    # In the order in which they cost least to let go: without resources, not started yet, the newest that is ready.
+    coming = [*reversed(snapshot.pending), *reversed(snapshot.starting), *reversed(usable)]
+    have = staying + len(coming)
     standby_wanted = failure.num_standby if failure.on_loss == "standby" else 0
     idle = [worker for worker in snapshot.standby if worker not in snapshot.draining]
     excess = max(0, have - wanted)
-    # What has not started yet costs least to let go; then the newest that is ready.
-    surplus = [*reversed(snapshot.pending), *reversed(usable)][:excess]
+    surplus = coming[:excess]
     surplus += idle[standby_wanted:]
     return Demand(
         num_open=max(0, wanted - have),
         num_open_standby=max(0, standby_wanted - len(idle)),
         cancel=(*hopeless, *surplus),
-        reason=f"{wanted} wanted, {staying} at work, {len(usable)} ready, {len(snapshot.pending)} pending",
+        reason=f"{wanted} wanted, {staying} at work, {len(usable)} ready, {len(coming) - len(usable)} to come",
     )
 
 
@@ -140,9 +133,14 @@ def decide_scaling(
 
 
 def _may_start(snapshot: ScalingSnapshot, cause: Cause) -> bool:
+    """Whether a view change for ``cause`` may begin, which ends one that is being prepared."""
     if snapshot.in_flight is None:
         return True
-    return not snapshot.is_cutting_over and cause > snapshot.in_flight
+    if snapshot.is_cutting_over:
+        return False
+    if cause is Cause.DRAIN and any(worker in snapshot.draining for worker in snapshot.in_flight_members):
+        return True
+    return cause < snapshot.in_flight
 
 
 def _drain(
@@ -150,19 +148,51 @@ def _drain(
 ) -> ScalingDecision | None:
     """Workers on draining nodes leave: with replacements at once, else early enough before the deadline."""
     leavers = [member.worker_id for member in snapshot.members if member.worker_id in snapshot.draining]
-    if not leavers:
-        return None
+    going = [worker for worker in leavers if math.isfinite(snapshot.draining[worker])]
+    joiners = _joiners(snapshot, len(going or leavers))
+    if not going:
+        leavers = leavers[: len(joiners)]
+        reason = f"{len(leavers)} workers are replaced, as asked"
+        return _decision(snapshot, Cause.REPLACE, joiners, leavers, reason) if leavers else None
     least, _ = worker_bounds(config, snapshot.target)
-    joiners = [one.worker_id for one in snapshot.ready if one.worker_id not in snapshot.draining][: len(leavers)]
-    wanted = len(snapshot.members) - len(leavers) + len(joiners)
-    left_s = min(snapshot.draining[worker] for worker in leavers) - now
+    wanted = len(snapshot.members) - len(going) + len(joiners)
+    left_s = min(snapshot.draining[worker] for worker in going) - now
     is_pressing = left_s <= 2 * snapshot.copy_time_s
     waits = failure.loss_policy(is_elastic=config.is_elastic) != "shrink" or wanted < least
-    if wanted < 1 or (len(joiners) < len(leavers) and waits and not is_pressing):
+    if wanted < 1 or (len(joiners) < len(going) and waits and not is_pressing):
         return None
     below = f", below the minimum of {least}" if wanted < least else ""
-    reason = f"{len(leavers)} workers are on nodes that go in {left_s:.0f} s, {len(joiners)} replaced{below}"
-    return _decision(snapshot, Cause.DRAIN, joiners, leavers, reason)
+    reason = f"{len(going)} workers are on nodes that go in {left_s:.0f} s, {len(joiners)} replaced{below}"
+    return _decision(snapshot, Cause.DRAIN, joiners, going, reason)
+
+
+def decide_abort(snapshot: ScalingSnapshot, config: ScalingConfig) -> str | None:
+    """Why the view change that is being prepared is no longer wanted, or cannot last; None where it goes on."""
+    if snapshot.in_flight is None or snapshot.is_cutting_over:
+        return None
+    present = {member.worker_id for member in snapshot.members}
+    going = [worker for worker in snapshot.in_flight_members if worker in snapshot.draining and worker not in present]
+    if going:
+        return f"{', '.join(going)} would join from a node that goes"
+    if snapshot.in_flight not in (Cause.SCALE, Cause.CAPACITY):
+        return None
+    before, prepared = len(snapshot.members), len(snapshot.in_flight_members)
+    _, wanted = worker_bounds(config, snapshot.target)
+    is_wrong = prepared > max(before, wanted) or prepared < min(before, wanted)
+    return f"{prepared} workers are being prepared and {wanted} are wanted now" if is_wrong else None
+
+
+def decide_checkpoint(snapshot: ScalingSnapshot, now: float) -> str | None:
+    """Why a checkpoint is due at once: all workers will be gone before a new one can take over (V6)."""
+    left = [snapshot.draining.get(member.worker_id, math.inf) - now for member in snapshot.members]
+    if not left or math.isinf(max(left)) or _joiners(snapshot, 1):
+        return None
+    return f"all {len(left)} workers are on nodes that go, the last in {max(left):.0f} s, and no new worker is ready"
+
+
+def _joiners(snapshot: ScalingSnapshot, num: int) -> list[str]:
+    """At most ``num`` ready workers, oldest first, without those that will be gone themselves."""
+    return [one.worker_id for one in snapshot.ready if one.worker_id not in snapshot.draining][:num]
 
 
 def _operator(
@@ -172,7 +202,7 @@ def _operator(
     if snapshot.target is None:
         return None
     wanted = worker_bounds(config, snapshot.target)[1]
-    return _resize(snapshot, now, wanted, Cause.OPERATOR, f"{wanted} workers were asked for", interval_s=0.0)
+    return _resize(snapshot, now, wanted, Cause.SCALE, f"{wanted} workers were asked for", interval_s=0.0)
 
 
 def _capacity(
@@ -192,13 +222,11 @@ def _resize(
     surplus = len(snapshot.members) - wanted
     if surplus > 0:
         return _decision(snapshot, cause, (), choose_leavers(snapshot.members, surplus), why)
-    joiners = [one.worker_id for one in snapshot.ready if one.worker_id not in snapshot.draining][:-surplus]
-    if not joiners:
+    joiners = _joiners(snapshot, -surplus)
+    if not joiners or now - snapshot.last_change_s < interval_s:
         return None
-    has_all = len(joiners) == -surplus
-    if now - snapshot.last_change_s < interval_s or not (has_all or now - snapshot.ready_since_s >= SETTLE_S):
-        return None
-    return _decision(snapshot, cause, joiners, (), why)
+    is_settled = len(joiners) == -surplus or not snapshot.starting or now - snapshot.ready_since_s >= SETTLE_S
+    return _decision(snapshot, cause, joiners, (), why) if is_settled else None
 
 
 def _rebalance(
