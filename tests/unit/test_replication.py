@@ -1,0 +1,441 @@
+"""Replicator: copies follow their owner bit for bit, move at a cutover, and bring a failed world back (V, F, C)."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from replicas import (
+    Peer,
+    all_keys,
+    assert_copy,
+    columns_of,
+    is_synced,
+    make_tables,
+    make_view,
+    peers,
+    snapshot_all,
+    start,
+    until,
+)
+
+from shoal.actors.messages import BlockSet
+from shoal.kernels.errors import ExchangeTimeoutError, PeerError, ProtocolError
+
+
+def two(a: Peer, b: Peer, **options):
+    return make_view([a.place, b.place], [0, 0, 1, 1], [1, 0], **options)
+
+
+def test_buddies_hold_every_block_bit_for_bit_after_each_snapshot_f3():
+    with peers("a", "b") as (a, b):
+        view = two(a, b)
+        start(view, [a, b])
+        for _ in range(4):
+            for peer in (a, b):
+                peer.train(num_steps=3)
+            step = snapshot_all([a, b])
+            until(lambda: all(c.steps == (step,) for p in (a, b) for c in p.repl.copies.versions()), "folds")
+            assert_copy(b, a, view.owned_by(0))
+            assert_copy(a, b, view.owned_by(1))
+            assert b.repl.held_aux("a", step) == f"a@{step}".encode()
+            assert a.repl.snapshots == (step,)
+        assert a.repl.unprotected_bytes == 0
+        assert a.repl.counters()["checksum_failures"] == 0
+
+
+def test_staged_changes_wait_until_their_step_is_protected_f3():
+    with peers("a", "b") as (a, b):
+        view = two(a, b)
+        start(view, [a, b])
+        before = [b.rows(*key) for key in b.repl.copies.keys_of(view.owned_by(0))]
+        for peer in (a, b):
+            peer.train()
+        step = snapshot_all([a, b], protect=False)
+        (copies,) = b.repl.copies.versions()
+        assert copies.steps == (0, step)
+        assert [b.rows(*key) for key in b.repl.copies.keys_of(view.owned_by(0))] == before
+        assert b.repl.counters()["staged_bytes"] > 0
+        b.repl.protect(step)
+        until(lambda: b.repl.counters()["staged_bytes"] == 0, "fold")
+        assert_copy(b, a, view.owned_by(0))
+
+
+def test_roll_back_restores_own_rows_and_copies_and_is_idempotent_f4():
+    with peers("a", "b") as (a, b):
+        view = two(a, b)
+        start(view, [a, b])
+        for peer in (a, b):
+            peer.train(num_steps=2)
+        step = snapshot_all([a, b])
+        frozen = {(p.worker_id, key): p.rows(*key) for p in (a, b) for key in all_keys(p.tables)}
+        for peer in (a, b):
+            peer.train(num_steps=2)
+        snapshot_all([a, b], protect=False)
+        for peer in (a, b):
+            peer.train()
+            peer.repl.park()
+        assert a.repl.holdings().snapshots == (step, step + 2)
+        again = two(a, b, epoch=2)
+        for _ in range(2):
+            for peer in (a, b):
+                peer.repl.expect(again)
+                peer.repl.roll_back(step)
+        until(lambda: all(c.steps == (step,) for p in (a, b) for c in p.repl.copies.versions()), "copies")
+        now = {(p.worker_id, key): p.rows(*key) for p in (a, b) for key in all_keys(p.tables)}
+        for key in frozen:
+            if key[0] == "a" and a.store.owns(*key[1]):
+                assert now[key] == frozen[key]
+        assert_copy(b, a, view.owned_by(0))
+        assert b.repl.held_aux("a", step) is not None
+        assert b.repl.held_aux("a", step + 2) is None
+        # The recovered view goes on: the buddies' copies are known to be at ``step``, so no base is sent again.
+        for peer in (a, b):
+            peer.repl.set_view(again, again.rank_of(peer.worker_id), step)
+            peer.step = step
+        until(lambda: is_synced(a) and is_synced(b), "in sync")
+        assert a.repl.counters()["base_rows"] == 0
+        for peer in (a, b):
+            peer.train()
+        snapshot_all([a, b])
+        until(lambda: b.repl.counters()["staged_bytes"] == 0, "fold")
+        assert_copy(b, a, again.owned_by(0))
+
+
+def grow(a: Peer, b: Peer, c: Peer, **options):
+    """The view after ``two``: block 1 and 3 move to c; c's buddy is a, a's is b, b's is c."""
+    return make_view([a.place, b.place, c.place], [0, 2, 1, 2], [1, 2, 0], epoch=2, **options)
+
+
+def prepare_all(view, members, *, rounds: int = 2) -> None:
+    """Prepare ``view`` on the members of the old one, with snapshots as long as some member wants them (V2)."""
+    for peer in members:
+        peer.repl.prepare(view)
+    for _ in range(50):
+        progress = [(p.repl.progress(), p.repl._preparing) for p in members]
+        if all(made.is_ready and (not channels or made.rounds >= rounds) for made, channels in progress):
+            return
+        until(lambda: any(p.repl.wants_haste for p in members), "bases")
+        for peer in members:
+            peer.train()
+        snapshot_all(members)
+        for peer in members:
+            until(lambda peer=peer: all(c.acked >= peer.step or not c.is_in_sync for c in peer.repl._channels()))
+    raise AssertionError([p.repl.progress() for p in members])
+
+
+def cut_over_all(view, old, members, *, aux: str = "aux"):
+    """The cutover of all members of the old view, each in a thread of its own, then flip and decide."""
+    step = old[0].step
+    errors = []
+
+    def run(peer: Peer) -> None:
+        try:
+            peer.repl.cut_over(step, view, f"{peer.worker_id}@{step}".encode(), 10.0)
+        except Exception as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=run, args=(peer,)) for peer in old]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    if errors:
+        raise errors[0]
+    for joiner in members:
+        if joiner not in old:
+            joiner.repl.receive(view.held_by(view.rank_of(joiner.worker_id)), step, wants_dense=False, timeout_s=5)
+            joiner.step = step
+    for peer in {*old, *members}:
+        peer.repl.flip(view, view.rank_of(peer.worker_id), step)
+    for peer in members:
+        peer.repl.set_view(view, view.rank_of(peer.worker_id), step, b"x")
+    return step
+
+
+def test_growth_moves_blocks_to_a_joiner_and_its_buddy_beside_training_v2_v4():
+    with peers("a", "b", "c") as (a, b, c):
+        old = two(a, b)
+        start(old, [a, b])
+        for peer in (a, b):
+            peer.train(num_steps=3)
+        snapshot_all([a, b])
+        new = grow(a, b, c)
+        c.repl.expect(new)
+        prepare_all(new, [a, b])
+        for peer in (a, b):
+            peer.train()
+        expected = {key: (a if a.store.owns(*key) else b).rows(*key) for key in all_keys(a.tables)}
+        step = cut_over_all(new, [a, b], [a, b, c])
+        for rank, peer in enumerate((a, b, c)):
+            assert {k for k in all_keys(peer.tables) if peer.store.owns(*k)} == set(
+                peer.repl.copies.keys_of(new.owned_by(rank))
+            )
+            for key in peer.repl.copies.keys_of(new.held_by(rank)):
+                assert peer.rows(*key) == expected[key]
+        for peer in (a, b, c):
+            until(lambda peer=peer: is_synced(peer), "sync after cutover")
+            assert peer.repl.counters()["base_rows"] == 0, "the new buddies had everything at the cutover"
+            assert peer.repl.unprotected_bytes == 0
+        assert b.repl.held_aux("a", step) == b"x" or b.repl.held_aux("a", step) == f"a@{step}".encode()
+        for peer in (a, b, c):
+            peer.repl.release(new, new.rank_of(peer.worker_id))
+            held = {k for k in all_keys(peer.tables) if peer.store.holds(*k)}
+            assert held == set(peer.repl.copies.keys_of(new.held_by(new.rank_of(peer.worker_id))))
+        for peer in (a, b, c):
+            peer.train()
+        snapshot_all([a, b, c])
+        until(lambda: all(p.repl.counters()["staged_bytes"] == 0 for p in (a, b, c)), "folds")
+        assert_copy(a, c, new.owned_by(2))
+        assert_copy(c, b, new.owned_by(1))
+        assert_copy(b, a, new.owned_by(0))
+
+
+def test_a_leaver_hands_its_blocks_over_and_its_metrics_to_rank_0():
+    with peers("a", "b", "c") as (a, b, c):
+        old = make_view([a.place, b.place, c.place], [0, 1, 2, 2], [1, 2, 0])
+        start(old, [a, b, c])
+        for peer in (a, b, c):
+            peer.train()
+        snapshot_all([a, b, c])
+        new = make_view([a.place, b.place], [0, 1, 1, 0], [1, 0], epoch=2)
+        for peer in (a, b):
+            peer.repl.expect(new)
+        prepare_all(new, [a, b, c])
+        for peer in (a, b, c):
+            peer.train()
+        expected = {key: next(p for p in (a, b, c) if p.store.owns(*key)).rows(*key) for key in all_keys(a.tables)}
+        step = cut_over_all(new, [a, b, c], [a, b])
+        assert dict(a.repl.aux_for_merge(step)) == {"c": f"c@{step}".encode()}
+        for rank, peer in enumerate((a, b)):
+            for key in peer.repl.copies.keys_of(new.held_by(rank)):
+                assert peer.rows(*key) == expected[key]
+        assert not any(c.store.owns(*key) for key in all_keys(c.tables))
+        assert all(c.rows(*key) == expected[key] for key in c.repl.copies.keys_of(old.owned_by(2)))
+
+
+def test_parking_after_a_flip_gives_back_the_decided_views_blocks_v4():
+    with peers("a", "b") as (a, b):
+        old = two(a, b)
+        start(old, [a, b])
+        for peer in (a, b):
+            peer.train()
+        snapshot_all([a, b])
+        new = make_view([a.place, b.place], [1, 0, 0, 1], [1, 0], epoch=2)
+        prepare_all(new, [a, b])
+        for peer in (a, b):
+            peer.train()
+        step = a.step
+        before = {(p.worker_id, key): p.rows(*key) for p in (a, b) for key in all_keys(p.tables) if p.store.owns(*key)}
+        threads = [threading.Thread(target=p.repl.cut_over, args=(step, new, b"", 5.0)) for p in (a, b)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(10)
+        for peer in (a, b):
+            peer.repl.flip(new, new.rank_of(peer.worker_id), step)
+        assert a.store.owns(0, 2)
+        assert not a.store.owns(0, 0)
+        for peer in (a, b):
+            peer.repl.park()
+            assert peer.repl.holdings().owned == old.owned_by(old.rank_of(peer.worker_id))
+            again = two(a, b, epoch=3)
+            peer.repl.expect(again)
+            peer.repl.roll_back(step)
+        for (worker, key), rows in before.items():
+            assert (a if worker == "a" else b).rows(*key) == rows
+        for peer in (a, b):
+            peer.repl.set_view(again, again.rank_of(peer.worker_id), step)
+        until(lambda: is_synced(a) and is_synced(b), "sync")
+        assert_copy(b, a, again.owned_by(0))
+
+
+def test_a_dead_owners_blocks_come_from_its_buddy_and_reach_a_replacement_f4():
+    with peers("a", "b", "c") as (a, b, c):
+        old = two(a, b)
+        start(old, [a, b])
+        for peer in (a, b):
+            peer.train(num_steps=2)
+        step = snapshot_all([a, b])
+        expected = {key: (a if a.store.owns(*key) else b).rows(*key) for key in all_keys(a.tables)}
+        for peer in (a, b):
+            peer.train()
+        snapshot_all([a, b], protect=False)
+        a.repl.close()
+        b.train()
+        b.repl.park()
+        assert b.repl.holdings().aux["a"] == (step, step + 1)
+        new = make_view([c.place, b.place], [0, 0, 1, 1], [1, 0], epoch=2)
+        target = step
+        c.repl.expect(new)
+        b.repl.expect(new)
+        b.repl.roll_back(target)
+        c.repl.roll_back(target)
+        aux = b.repl.held_aux("a", target)
+        received = []
+        wanted = new.owned_by(0)
+        thread = threading.Thread(
+            target=lambda: received.append(
+                c.repl.receive(wanted, target, wants_dense=True, wants_aux=["a"], timeout_s=10)
+            )
+        )
+        thread.start()
+        b.repl.ship(new.members[0], 2, target, wanted, dense=b"d" * 50_000_000, aux={"a": aux})
+        thread.join(10)
+        assert received[0].dense == b"d" * 50_000_000
+        assert received[0].aux == {"a": b"a@2"}
+        for rank, peer in enumerate((c, b)):
+            peer.repl.flip(new, rank, target)
+            peer.repl.set_view(new, rank, target, b"aux")
+            peer.step = target
+        for key in all_keys(a.tables):
+            assert (c if c.store.owns(*key) else b).rows(*key) == expected[key]
+        until(lambda: is_synced(b) and is_synced(c) and b.repl.unprotected_bytes == 0, "unprotected bases")
+        assert_copy(c, b, new.owned_by(1))
+        assert_copy(b, c, new.owned_by(0))
+        for peer in (b, c):
+            peer.train()
+        snapshot_all([b, c])
+        until(lambda: b.repl.counters()["staged_bytes"] == 0, "fold")
+        assert_copy(b, c, new.owned_by(0))
+
+
+def test_a_copy_that_is_not_what_its_owner_says_is_dropped_and_sent_again_v4(caplog):
+    with peers("a", "b") as (a, b):
+        view = two(a, b)
+        start(view, [a, b])
+        for peer in (a, b):
+            peer.train(num_steps=2)
+        snapshot_all([a, b])
+        until(lambda: b.repl.counters()["staged_bytes"] == 0, "fold")
+        # Damage a row of the copy that the next step changes as well.
+        a.train(deletes=False)
+        b.train(deletes=False)
+        changed = a.store.export_block(0, 0)
+        damaged = b.store.export_block(0, 0)
+        both = [i for i, id_ in enumerate(damaged.ids.tolist()) if id_ in set(changed.ids.tolist())]
+        damaged.weights[both] += 1
+        b.store.import_block(0, 0, damaged)
+        snapshot_all([a, b])
+        until(lambda: b.repl.counters()["checksum_failures"] == 1, "detection")
+        for peer in (a, b):
+            peer.train()
+        snapshot_all([a, b])
+        until(lambda: a.repl.counters()["resent_blocks"] == 1 and is_synced(a), "the base is sent again")
+        for peer in (a, b):
+            peer.train()
+        snapshot_all([a, b])
+        until(lambda: b.repl.counters()["staged_bytes"] == 0, "fold")
+        assert_copy(b, a, view.owned_by(0))
+
+
+def test_an_aborted_preparation_leaves_nothing_at_the_targets_v1():
+    with peers("a", "b") as (a, b):
+        old = two(a, b, epoch=1)
+        old = make_view([a.place, b.place], [0, 0, 1, 1], epoch=1)
+        start(old, [a, b])
+        for peer in (a, b):
+            peer.train()
+        new = make_view([a.place, b.place], [1, 0, 1, 0], epoch=2)
+        for peer in (a, b):
+            peer.repl.expect(new)
+        prepare_all(new, [a, b])
+        assert b.store.is_replica(0, 0)
+        for peer in (a, b):
+            peer.repl.cancel_prepare(2)
+        assert not any(b.store.is_replica(*key) for key in all_keys(b.tables))
+        assert not b.repl.progress().is_ready
+        for peer in (a, b):
+            peer.train()
+        snapshot_all([a, b])
+
+
+def test_a_prepared_target_that_dies_fails_the_cutover_and_the_old_view_goes_on():
+    with peers("a", "b", "c", timeout_s=1.0) as (a, b, c):
+        old = two(a, b)
+        start(old, [a, b])
+        for peer in (a, b):
+            peer.train()
+        snapshot_all([a, b])
+        new = grow(a, b, c)
+        c.repl.expect(new)
+        prepare_all(new, [a, b])
+        c.repl.close()
+        for peer in (a, b):
+            peer.train()
+        with pytest.raises((PeerError, ExchangeTimeoutError)):
+            cut_over_all(new, [a, b], [a, b])
+        for peer in (a, b):
+            peer.repl.cancel_prepare(2)
+            peer.train()
+        snapshot_all([a, b])
+        until(lambda: b.repl.counters()["staged_bytes"] == 0, "fold")
+        assert_copy(b, a, old.owned_by(0))
+
+
+def test_a_dead_buddy_leaves_snapshots_unacknowledged_and_is_no_error_of_training():
+    with peers("a", "b", timeout_s=1.0) as (a, b):
+        view = two(a, b)
+        start(view, [a, b])
+        b.repl.close()
+        a.train()
+        a.repl.snapshot(a.step, b"")
+        until(lambda: a.repl._buddy.error, "the channel's error")
+        assert a.repl.acked == 0
+        assert a.repl.snapshots == (0, a.step)
+
+
+def test_a_joiner_without_all_blocks_is_told_which_are_missing():
+    with peers("a", "b") as (a, b):
+        view = two(a, b)
+        a.repl.expect(view)
+        with pytest.raises(ExchangeTimeoutError, match=r"did not reach step 3.*a/0"):
+            a.repl.receive(view.owned_by(0), 3, wants_dense=False, timeout_s=0.05)
+        with pytest.raises(ProtocolError, match="no copy here at step 3"):
+            a.repl.flip(view, 0, 3)
+        a.repl.flip(view, 0, 3, from_storage=view.owned_by(0))
+        assert a.store.owns(0, 0)
+        assert a.store.num_rows() == 0
+
+
+def test_messages_of_other_epochs_and_of_non_members_are_refused_f7():
+    with peers("a", "b", timeout_s=1.0) as (a, b):
+        view = two(a, b)
+        start(view, [a, b])
+        with pytest.raises(PeerError, match="epoch 7"):
+            a.repl.ship(view.members[1], 7, 0, BlockSet.of({"a": [0]}))
+        with peers("z", timeout_s=1.0) as (z,):
+            with pytest.raises(PeerError, match="z is no member"):
+                z.repl.ship(view.members[1], 1, 0, aux={"z": b""})
+        assert b.repl.counters()["refused"] >= 2
+
+
+def test_a_base_taken_beside_training_equals_the_cut_bit_for_bit_c1():
+    """Bases and rounds while a thread trains without a break, in blocks of several pieces."""
+    tables = make_tables(num_blocks=2, dim=64, names="a")
+    with peers("a", "b", tables=tables) as (a, b):
+        old = make_view([a.place, b.place], [0, 0], epoch=1, names="a")
+        start(old, [a, b])
+        a.train(num_ids=150_000, deletes=False)
+        new = make_view([a.place, b.place], [1, 0], epoch=2, names="a")
+        b.repl.expect(new)
+        a.repl.snapshot(a.step, b"")
+        a.repl.prepare(new)
+        frozen = {}
+        while not (a.repl.progress().is_ready and a.repl.progress().rounds >= 3):
+            a.train(num_ids=2_000)
+            if a.step % 5 == 0 and a.repl.wants_haste and a.repl._preparing["b"].acked >= a.repl.last_snapshot:
+                a.repl.protect(a.repl.last_snapshot)
+                a.repl.snapshot(a.step, b"")
+                frozen[a.step] = columns_of(a.repl.shelf.get(a.step).cut.export_block(0, 0))
+            assert a.step < 5_000
+        newest = a.repl.last_snapshot
+        until(lambda: b.repl.copies.can_reach((0, 0), newest), "the newest snapshot")
+        until(lambda: b.repl.counters()["staged_bytes"] == 0, "a copy of a view to come folds at once")
+        assert b.rows(0, 0) == frozen[newest]
+        assert a.repl.progress().bytes_moved > 40_000_000
