@@ -15,7 +15,8 @@ from typing import Any
 from shoal.kernels.errors import CheckpointError
 
 #: The layout of data files and manifest. Raise it when an older reader could misread a newer file.
-FORMAT_VERSION = 1
+#: 2: incremental checkpoints: a manifest may name a parent, and a file may hold only what changed since it.
+FORMAT_VERSION = 2
 #: The dense file holds the metric state of the run so far under names with this prefix.
 METRICS_PREFIX = "metrics."
 
@@ -48,7 +49,8 @@ def checksum_of(data: bytes | memoryview) -> str:
 class FileEntry:
     """One data file of a checkpoint; ``path`` is relative to the checkpoint's folder.
 
-    ``kind``: ``table`` (rows of ``table``, of the row blocks ``blocks`` in file order), ``dense`` or ``blob``.
+    ``kind``: ``table`` (rows of ``table``, of the row blocks ``blocks`` in file order), ``deleted`` (ids of rows of
+    ``table`` that are gone, of those blocks), ``dense`` or ``blob``.
     """
 
     path: str
@@ -58,6 +60,10 @@ class FileEntry:
     table: str | None = None
     num_rows: int = 0
     blocks: tuple[int, ...] = ()
+    #: Table files: None: all rows of the blocks (which may have none); else only those updated after this step.
+    since: int | None = None
+    #: How many rows each of ``blocks`` has in the whole checkpoint; empty in files of format 1.
+    block_rows: tuple[int, ...] = ()
 
     @property
     def shown(self) -> str:
@@ -74,7 +80,8 @@ class FileEntry:
     def from_json(cls, values: Mapping[str, Any]) -> FileEntry:
         """Inverse of ``to_json``. Raises CheckpointError if a field is missing, unknown or of another type."""
         try:
-            entry = cls(**{**values, "blocks": tuple(values.get("blocks", ()))})
+            lists = {name: tuple(values.get(name, ())) for name in ("blocks", "block_rows")}
+            entry = cls(**{**values, **lists})
         except TypeError as error:
             raise CheckpointError(f"manifest: file entry {dict(values)} is not understood: {error}") from error
         is_typed = isinstance(entry.path, str) and isinstance(entry.size_bytes, int) and isinstance(entry.checksum, str)
@@ -83,9 +90,26 @@ class FileEntry:
         return entry
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PlannedFile(FileEntry):
+    """A file as a load plan names it: of the checkpoint itself or of one that its chain of parents reaches."""
+
+    #: The checkpoint's folder that holds it, relative to the run.
+    folder: str
+    #: Those of ``blocks`` to take rows of; the others' are in newer files.
+    taken: tuple[int, ...]
+    #: Row blocks of the table when the file was written.
+    num_blocks: int
+
+
 def part_path(table: str, rank: int, number: int) -> str:
     """Path of a table's part file within the checkpoint's folder (whose name carries epoch and attempt, F7)."""
     return f"tables/{folder_name(table)}/part-{rank:05d}-{number:05d}.arrow"
+
+
+def deleted_path(table: str, rank: int) -> str:
+    """Path of a file of deleted ids; not beside the part files, so that those of a folder share their columns."""
+    return f"deleted/{folder_name(table)}/part-{rank:05d}.arrow"
 
 
 def folder_name(table: str) -> str:

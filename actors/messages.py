@@ -237,6 +237,8 @@ class SnapshotPart:
     #: Set on rank 0: cursor, metric values and whatever else describes the whole checkpoint.
     summary: Mapping[str, Any] | None = None
     error: str | None = None
+    #: Rows that were not updated after this step may have been left out (K3); None: it holds all rows.
+    since: int | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -94,6 +94,23 @@ def read_part(data: Tensor, spec: TableSpec, name: str) -> Iterator[BlockRows]:
         raise CheckpointError(f"{name}: not a readable Arrow file: {error}") from error
 
 
+def write_ids(sink: Any, table: str, ids: Tensor) -> None:
+    """Write a file of deleted ids (int64 [N], any bits): one column, ``id`` uint64."""
+    metadata = {"shoal.format_version": str(FORMAT_VERSION), "shoal.table": table}
+    schema = pa.schema([_column("id", pa.uint64())], metadata=metadata)
+    with pa.PythonFile(sink, mode="w") as stream, pa.ipc.new_file(stream, schema) as writer:
+        writer.write_batch(pa.RecordBatch.from_arrays([_array(pa.uint64(), ids)], schema=schema))
+
+
+def read_ids(data: Tensor, name: str) -> Tensor:
+    """The ids (int64 [N]) of a file of deleted ids, copied. Raises CheckpointError naming ``name``."""
+    try:
+        column = pa.ipc.open_file(pa.py_buffer(data.numpy())).read_all().column("id")
+        return torch.from_numpy(column.to_numpy().view("int64").copy())
+    except (pa.ArrowException, KeyError) as error:
+        raise CheckpointError(f"{name}: not a readable file of ids: {error}") from error
+
+
 def _column(name: str, type_: pa.DataType, metadata: dict[str, str] | None = None) -> pa.Field:
     return pa.field(name, type_, nullable=False, metadata=metadata)
 

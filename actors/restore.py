@@ -4,6 +4,9 @@ Any world size and any placement: a part file names the row blocks it holds, the
 its own blocks, and every row goes to the block its id hashes to. A file is read once, whole, checked against the
 manifest's size and checksum, and only then imported. Loading replaces what the owned blocks held, so a load that failed
 half way may simply be repeated, also from another checkpoint.
+
+Of an incremental checkpoint the files of its parents come first: a later file's rows replace those of the same id, and
+ids it says are deleted are (K3). In the end every block must have as many rows as the newest of its files says.
 """
 
 from __future__ import annotations
@@ -22,8 +25,8 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
-from shoal.actors.datafile import Checksum, FileEntry
-from shoal.actors.partfile import narrow, read_part, take
+from shoal.actors.datafile import Checksum, FileEntry, PlannedFile
+from shoal.actors.partfile import narrow, read_ids, read_part, take
 from shoal.kernels.cut import BlockRows
 from shoal.kernels.errors import CheckpointError, StorageMissingError
 from shoal.kernels.hashing import row_blocks
@@ -48,6 +51,10 @@ class BlockSink(Protocol):
 
     def import_block(self, table: int, block: int, rows: BlockRows, *, replace: bool = True) -> None: ...
 
+    def delete(self, table: int, ids: Tensor) -> int: ...
+
+    def num_rows(self, table: int, block: int) -> int: ...
+
 
 @dataclasses.dataclass(frozen=True)
 class LoadReport:
@@ -61,34 +68,64 @@ def load_rows(
     store: BlockSink,
     tables: Sequence[TableSpec],
     owned: Mapping[str, Sequence[int]],
-    parts: Sequence[FileEntry],
+    parts: Sequence[PlannedFile],
     storage: ObjectReader,
-    directory: str,
 ) -> LoadReport:
     """Replace the rows of the ``owned`` blocks (table name -> blocks) in ``store`` by those in ``parts``.
 
     Args:
         tables: in the store's order. A table without parts ends up empty: its rows start from their initial values.
-        parts: table files as ``shoal.platform.checkpoint.plan_load`` chose them; others' rows in them are skipped.
-        directory: the checkpoint's folder in ``storage``.
+        parts: files as ``shoal.platform.loadplan.plan_load`` chose and ordered them; others' rows in them are skipped.
+        storage: the run's.
 
     Raises CheckpointError, in one line that names file and table, if a file is missing, short, damaged, or does not
-    have the table's columns. The store's owned blocks are then partly filled: load again or drop the store.
+    have the table's columns, or if a block ends up with another number of rows than it had when it was written. The
+    store's owned blocks are then partly filled: load again or drop the store.
     """
     numbers = {spec.name: index for index, spec in enumerate(tables)}
     importer = _Importer(store, tables, owned)
     num_rows = read_bytes = 0
-    for entry, data in _read_ahead(parts, storage, directory):
+    for entry, data in _read_ahead(parts, storage):
         number = numbers[entry.table or ""]
+        name = f"{entry.folder}/{entry.shown}"
         found = 0
-        for rows in read_part(data, tables[number], f"{directory}/{entry.shown}"):
-            num_rows += importer.add(number, rows)
-            found += len(rows)
+        if entry.kind == "deleted":
+            ids = read_ids(data, name)
+            importer.delete(number, ids, entry)
+            found = ids.numel()
+        else:
+            for rows in read_part(data, tables[number], name):
+                num_rows += importer.add(number, rows, entry)
+                found += len(rows)
         if found != entry.num_rows:
-            raise CheckpointError(f"{directory}/{entry.shown}: holds {found} rows, the manifest says {entry.num_rows}")
+            raise CheckpointError(f"{name}: holds {found} rows, the manifest says {entry.num_rows}")
         read_bytes += entry.size_bytes
     importer.clear_untouched()
+    _check_counts(store, tables, owned, parts)
     return LoadReport(num_rows, read_bytes)
+
+
+def _check_counts(
+    store: BlockSink, tables: Sequence[TableSpec], owned: Mapping[str, Sequence[int]], parts: Sequence[PlannedFile]
+) -> None:
+    """Compare the rows of each loaded block with what the newest file that says it says (a chain must add up)."""
+    expected: dict[tuple[str, int], tuple[int, PlannedFile]] = {}
+    for entry in parts:
+        for block, num_rows in zip(entry.blocks, entry.block_rows):
+            if block in entry.taken:
+                expected[entry.table or "", block] = (num_rows, entry)
+    for number, spec in enumerate(tables):
+        for block in owned.get(spec.name, ()):
+            # With fewer blocks than when it was written several counts would have to be summed, with more, split.
+            num_rows, entry = expected.get((spec.name, block), (0, None))
+            if entry is None or entry.num_blocks != spec.num_blocks:
+                continue
+            found = store.num_rows(number, block)
+            if found != num_rows:
+                raise CheckpointError(
+                    f"{entry.folder} (table {spec.name!r}): row block {block} has {found} rows after loading, its "
+                    f"manifest says {num_rows}"
+                )
 
 
 def read_checked(storage: ObjectReader, directory: str, entry: FileEntry, buffer: Tensor | None = None) -> Tensor:
@@ -150,8 +187,9 @@ class _Importer:
         self._owned = [frozenset(owned.get(spec.name, ())) for spec in tables]
         self._seen: set[tuple[int, int]] = set()
 
-    def add(self, number: int, rows: BlockRows) -> int:
-        """Import the rows that belong to owned blocks; returns how many those were."""
+    def add(self, number: int, rows: BlockRows, entry: PlannedFile) -> int:
+        """Import the rows of ``entry`` that are to be taken and belong to owned blocks; returns how many those were."""
+        rows = _taken(rows, entry)
         if len(rows) == 0:
             return 0
         blocks = row_blocks(rows.ids.numpy(), self._tables[number].num_blocks)
@@ -167,6 +205,14 @@ class _Importer:
                 imported += end - start
         return imported
 
+    def delete(self, number: int, ids: Tensor, entry: PlannedFile) -> None:
+        """Delete the rows of owned blocks that ``entry`` names; blocks that nothing was imported into have none."""
+        blocks = row_blocks(ids.numpy(), self._tables[number].num_blocks)
+        touched = [b for b in self._owned[number] if (number, b) in self._seen]
+        mask = np.isin(blocks, touched) & _is_taken(ids, entry)
+        if mask.any():
+            self._store.delete(number, ids[torch.from_numpy(mask)])
+
     def clear_untouched(self) -> None:
         """Empty the owned blocks no part had rows for."""
         for number, (spec, owned) in enumerate(zip(self._tables, self._owned)):
@@ -181,9 +227,18 @@ class _Importer:
         self._store.import_block(number, block, rows, replace=is_first)
 
 
-def _read_ahead(
-    parts: Sequence[FileEntry], storage: ObjectReader, directory: str
-) -> Iterator[tuple[FileEntry, Tensor]]:
+def _taken(rows: BlockRows, entry: PlannedFile) -> BlockRows:
+    """The rows of the blocks that the plan takes from this file."""
+    if len(entry.taken) == len(entry.blocks) or len(rows) == 0:
+        return rows
+    return take(rows, torch.from_numpy(np.flatnonzero(_is_taken(rows.ids, entry))))
+
+
+def _is_taken(ids: Tensor, entry: PlannedFile) -> np.ndarray:
+    return np.isin(row_blocks(ids.numpy(), entry.num_blocks), entry.taken)
+
+
+def _read_ahead(parts: Sequence[PlannedFile], storage: ObjectReader) -> Iterator[tuple[PlannedFile, Tensor]]:
     """Checked parts in order; the next two are being read while the caller uses this one.
 
     The buffers are used again (fresh memory costs more than the copy into it), so what is yielded is valid until the
@@ -191,13 +246,13 @@ def _read_ahead(
     """
     upcoming = iter(parts)
     longest = max((entry.size_bytes for entry in parts), default=0)
-    pending: deque[tuple[FileEntry, Tensor, Future[Tensor]]] = deque()
+    pending: deque[tuple[PlannedFile, Tensor, Future[Tensor]]] = deque()
     with ThreadPoolExecutor(max_workers=_NUM_READERS, thread_name_prefix="shoal-restore") as pool:
 
         def submit(buffer: Tensor) -> None:
             entry = next(upcoming, None)
             if entry is not None:
-                pending.append((entry, buffer, pool.submit(read_checked, storage, directory, entry, buffer)))
+                pending.append((entry, buffer, pool.submit(read_checked, storage, entry.folder, entry, buffer)))
 
         for _ in range(min(_NUM_READERS + 1, len(parts))):
             submit(torch.empty(longest, dtype=torch.uint8))

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from shoal.actors.datafile import METRICS_PREFIX, FileEntry
+from shoal.actors.datafile import METRICS_PREFIX, FileEntry, PlannedFile
 from shoal.actors.messages import View
 from shoal.actors.restore import load_rows, read_dense
 from shoal.kernels.rowstore import RowStore
@@ -22,7 +22,7 @@ class Restore:
     #: Steps applied when it was taken: training goes on with this step.
     step: int
     directory: str
-    parts: tuple[FileEntry, ...]
+    parts: tuple[PlannedFile, ...]
     dense: FileEntry
 
 
@@ -43,7 +43,7 @@ class ShardHost:
 
     def restore(self, restore: Restore, storage: Any) -> tuple[dict[str, Tensor], dict[str, Tensor], Mapping[str, Any]]:
         """Load this rank's rows; returns (dense state tensors, metric state tensors, metadata) of the checkpoint."""
-        load_rows(self.store, self.tables, self.owned, restore.parts, storage, restore.directory)
+        load_rows(self.store, self.tables, self.owned, restore.parts, storage)
         tensors, metadata = read_dense(storage, restore.directory, restore.dense)
         metrics = {name[len(METRICS_PREFIX) :]: t for name, t in tensors.items() if name.startswith(METRICS_PREFIX)}
         return {name: t for name, t in tensors.items() if not name.startswith(METRICS_PREFIX)}, metrics, metadata

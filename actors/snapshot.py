@@ -8,6 +8,8 @@ and copy of some overlap with the disk's work on others.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import itertools
 import json
 import threading
 import time
@@ -16,11 +18,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import IO, Any, Protocol, TypeVar
 
+import numpy as np
 import safetensors.torch
+import torch
 from torch import Tensor
 
-from shoal.actors.datafile import FORMAT_VERSION, Checksum, FileEntry, checksum_of, part_path
-from shoal.actors.partfile import concatenate, narrow, write_part
+from shoal.actors.datafile import FORMAT_VERSION, Checksum, FileEntry, checksum_of, deleted_path, part_path
+from shoal.actors.partfile import concatenate, narrow, take, write_ids, write_part
 from shoal.kernels.cut import BlockRows
 from shoal.kernels.errors import ShoalError
 from shoal.kernels.spec import TableSpec
@@ -115,6 +119,17 @@ class ChecksumSink:
         self.closed = True
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Delta:
+    """What an incremental snapshot may leave out (K3): rows that its parent holds already."""
+
+    #: Steps applied in the parent: rows updated later are written.
+    since: int
+    #: (table, block) -> ids (int64) of all rows deleted there since, and perhaps more: those that exist are left out.
+    #: A block that is not named is written whole.
+    deleted: Mapping[tuple[int, int], Tensor]
+
+
 def write_snapshot(
     source: BlockSource,
     owned: Mapping[str, Sequence[int]],
@@ -123,15 +138,17 @@ def write_snapshot(
     directory: str,
     rank: int,
     *,
+    delta: Delta | None = None,
     limiter: RateLimiter | None = None,
     part_bytes: int = PART_BYTES,
 ) -> list[FileEntry]:
-    """Write all rows of the row blocks in ``owned`` (table name -> blocks) below ``directory``; blocks until done.
+    """Write the rows of the row blocks in ``owned`` (table name -> blocks) below ``directory``; blocks until done.
 
     Args:
         source: the cut; ``tables`` in its order (a table's number is its place in ``tables``).
         storage: where; ``directory`` is the checkpoint's folder, as ``shoal.platform.checkpoint`` names it.
         rank: of the writer; part of the file names, so no two workers write one file.
+        delta: what may be left out; None: nothing.
 
     Returns the entries of the files, in table order. Raises StorageError or SnapshotCancelledError, after removing what
     it wrote as far as the storage still answers; what remains is a leftover without a manifest.
@@ -143,10 +160,10 @@ def write_snapshot(
     try:
         with ThreadPoolExecutor(max_workers=WRITERS, thread_name_prefix="shoal-snapshot") as pool:
             try:
-                for spec, part, pieces in _parts(source, owned, tables, part_bytes):
-                    paths.append(part_path(spec.name, rank, part))
-                    pending.append(pool.submit(_write_part, storage, directory, paths[-1], spec, pieces, limiter))
-                    del pieces
+                for file in _files(source, owned, tables, rank, delta, part_bytes):
+                    paths.append(file.path)
+                    pending.append(pool.submit(_write_file, storage, directory, file, limiter))
+                    del file
                     if len(pending) == WRITERS:
                         entries.append(pending.popleft().result())
                 entries.extend(future.result() for future in pending)
@@ -207,30 +224,97 @@ def write_in_background(write: Callable[[RateLimiter], T], bytes_per_s: float = 
     return pending
 
 
-Pieces = list[tuple[int, BlockRows]]
+@dataclasses.dataclass
+class _File:
+    """One file to be written: rows of row blocks, in block order, or ids of deleted rows."""
+
+    path: str
+    spec: TableSpec
+    since: int | None = None
+    rows: list[BlockRows] = dataclasses.field(default_factory=list)
+    ids: list[Tensor] = dataclasses.field(default_factory=list)
+    #: Row block -> how many rows it has in the cut.
+    blocks: dict[int, int] = dataclasses.field(default_factory=dict)
 
 
-def _parts(
-    source: BlockSource, owned: Mapping[str, Sequence[int]], tables: Sequence[TableSpec], part_bytes: int
-) -> Iterator[tuple[TableSpec, int, Pieces]]:
-    """(table, number of the part, its rows), each part of at most ``part_bytes``; a large block spans several."""
+#: A row block, its rows to be written, and how many it has in the cut.
+_BlockPiece = tuple[int, BlockRows, int]
+
+
+def _files(
+    source: BlockSource,
+    owned: Mapping[str, Sequence[int]],
+    tables: Sequence[TableSpec],
+    rank: int,
+    delta: Delta | None,
+    part_bytes: int,
+) -> Iterator[_File]:
+    """The files of a snapshot in table order, each of at most ``part_bytes``; one row block in memory at a time."""
+    known = delta.deleted if delta is not None else {}
     for table, spec in enumerate(tables):
+        blocks = sorted(owned.get(spec.name, ()))
         part_rows = max(1, part_bytes // _row_bytes(spec))
-        number = num_rows = 0
-        pieces: Pieces = []
-        for block in sorted(owned.get(spec.name, ())):
-            rows = source.export_block(table, block)
-            start = 0
-            while start < len(rows):
-                end = min(len(rows), start + part_rows - num_rows)
-                pieces.append((block, narrow(rows, start, end)))
-                num_rows += end - start
-                start = end
-                if num_rows == part_rows:
-                    yield spec, number, pieces
-                    pieces, num_rows, number = [], 0, number + 1
-        if pieces:
-            yield spec, number, pieces
+        paths = _part_paths(spec.name, rank)
+        whole = _whole_blocks(source, table, [block for block in blocks if (table, block) not in known])
+        yield from _row_files(spec, paths, whole, None, part_rows)
+        if delta is None:
+            continue
+        gone: list[tuple[int, Tensor, int]] = []
+        changed = _changed_blocks(source, table, [block for block in blocks if (table, block) in known], delta, gone)
+        yield from _row_files(spec, paths, changed, delta.since, part_rows)
+        if gone:
+            left = {block: num_rows for block, _, num_rows in gone}
+            yield _File(deleted_path(spec.name, rank), spec, ids=[ids for _, ids, _ in gone], blocks=left)
+
+
+def _part_paths(table: str, rank: int) -> Iterator[str]:
+    return (part_path(table, rank, number) for number in itertools.count())
+
+
+def _whole_blocks(source: BlockSource, table: int, blocks: Sequence[int]) -> Iterator[_BlockPiece]:
+    for block in blocks:
+        rows = source.export_block(table, block)
+        yield block, rows, len(rows)
+
+
+def _changed_blocks(
+    source: BlockSource, table: int, blocks: Sequence[int], delta: Delta, gone: list[tuple[int, Tensor, int]]
+) -> Iterator[_BlockPiece]:
+    """The rows updated since the parent; ``gone`` receives (block, deleted ids, rows left) where there are any."""
+    for block in blocks:
+        rows = source.export_block(table, block)
+        ids = _absent(delta.deleted[table, block], rows.ids)
+        if ids.numel():
+            gone.append((block, ids, len(rows)))
+        yield block, take(rows, torch.nonzero(rows.last_step > delta.since).view(-1)), len(rows)
+
+
+def _row_files(
+    spec: TableSpec, paths: Iterator[str], pieces: Iterator[_BlockPiece], since: int | None, part_rows: int
+) -> Iterator[_File]:
+    """Pieces put together into files of ``part_rows``. Written whole, also a block without rows is named (K3)."""
+    file: _File | None = None
+    num_rows = 0
+    for block, rows, total in pieces:
+        start, is_named = 0, since is None
+        while is_named or start < len(rows):
+            is_named = False
+            file = file or _File(next(paths), spec, since)
+            end = min(len(rows), start + part_rows - num_rows)
+            file.rows.append(narrow(rows, start, end))
+            file.blocks[block] = total
+            num_rows += end - start
+            if num_rows == part_rows:
+                yield file
+                file, num_rows = None, 0
+            start = end
+    if file is not None:
+        yield file
+
+
+def _absent(ids: Tensor, present: Tensor) -> Tensor:
+    """Those of ``ids`` that are not among ``present``, each once: a deletion that was undone is none."""
+    return torch.from_numpy(np.setdiff1d(ids.numpy(), present.numpy())) if ids.numel() else ids
 
 
 def _row_bytes(spec: TableSpec) -> int:
@@ -238,34 +322,38 @@ def _row_bytes(spec: TableSpec) -> int:
     return spec.row_bytes + 24
 
 
-def _write_part(
-    storage: ObjectWriter, directory: str, path: str, spec: TableSpec, pieces: Pieces, limiter: RateLimiter
-) -> FileEntry:
-    blocks = tuple(dict.fromkeys(block for block, _ in pieces))
-    batches = _batches(pieces, max(1, BATCH_BYTES // _row_bytes(spec)))
+def _write_file(storage: ObjectWriter, directory: str, file: _File, limiter: RateLimiter) -> FileEntry:
+    blocks = tuple(file.blocks)
+    batches = _batches(file.rows, max(1, BATCH_BYTES // _row_bytes(file.spec)))
+    ids = torch.cat(file.ids) if file.ids else None
 
     def produce(stream: IO[bytes]) -> ChecksumSink:
         sink = ChecksumSink(stream, limiter)
-        write_part(sink, spec, blocks, batches)
+        if ids is not None:
+            write_ids(sink, file.spec.name, ids)
+        else:
+            write_part(sink, file.spec, blocks, batches)
         return sink
 
-    sink = storage.write_object(f"{directory}/{path}", produce)
+    sink = storage.write_object(f"{directory}/{file.path}", produce)
     return FileEntry(
-        path=path,
-        kind="table",
+        path=file.path,
+        kind="table" if ids is None else "deleted",
         size_bytes=sink.size_bytes,
         checksum=sink.checksum,
-        table=spec.name,
-        num_rows=sum(len(rows) for rows in batches),
+        table=file.spec.name,
+        num_rows=sum(len(rows) for rows in batches) if ids is None else ids.numel(),
         blocks=blocks,
+        since=file.since,
+        block_rows=tuple(file.blocks.values()),
     )
 
 
-def _batches(pieces: Pieces, batch_rows: int) -> list[BlockRows]:
+def _batches(pieces: Sequence[BlockRows], batch_rows: int) -> list[BlockRows]:
     """Neighbouring small pieces joined until a batch has ``batch_rows``; large ones stay as they are."""
     batches: list[BlockRows] = []
     group: list[BlockRows] = []
-    for _, rows in pieces:
+    for rows in pieces:
         group.append(rows)
         if sum(len(r) for r in group) >= batch_rows:
             batches.append(concatenate(group))

@@ -85,6 +85,18 @@ class StorageMissingError(StorageError):
     code = "SHOAL-304"
 
 
+class LockHeldError(ShoalError, RuntimeError):
+    """Another run works in the same folder: names who, where, since when, and how to take over."""
+
+    code = "SHOAL-307"
+
+
+class LockLostError(ShoalError, RuntimeError):
+    """This run's folder has been taken over by another controller: this one writes nothing any more and ends."""
+
+    code = "SHOAL-308"
+
+
 class PlanError(ShoalError, ValueError):
     """A placement is impossible: names the table, the bytes needed and the bytes free per worker."""
 

@@ -14,43 +14,16 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
-import enum
 from collections.abc import Collection, Mapping, Sequence
 
 from shoal.actors.datafile import Checksum
 from shoal.kernels.errors import CheckpointError, StorageMissingError
+from shoal.platform.chain import CheckpointInfo, CheckpointState, abandoned_reason, judge
+from shoal.platform.epochs import epoch_first_steps
 from shoal.platform.manifest import CHECKPOINTS, MANIFEST_NAME, CheckpointName, Manifest, decode, encode, is_torn
 from shoal.platform.storage import Storage
 
 _CHUNK_BYTES = 4 * 2**20
-
-
-class CheckpointState(enum.Enum):
-    """What a checkpoint's folder is worth."""
-
-    COMPLETE = "complete"
-    #: Complete, but of a history the run has left (K2).
-    ABANDONED = "abandoned"
-    #: No manifest, or a torn one: a write in progress or the leftovers of one.
-    INCOMPLETE = "incomplete"
-    #: The manifest, or a file it names, is not as it was written.
-    DAMAGED = "damaged"
-    NEWER_FORMAT = "newer format"
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class CheckpointInfo:
-    """One line of ``shoal ckpt ls``. ``reason`` says why ``state`` is not ``complete``."""
-
-    name: CheckpointName
-    #: The checkpoint's folder, without credentials.
-    uri: str
-    state: CheckpointState
-    reason: str = ""
-    size_bytes: int = 0
-    num_rows: int = 0
-    created: str = ""
-    manifest: Manifest | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -59,6 +32,8 @@ class VerifyReport:
 
     uri: str
     name: CheckpointName
+    #: It and those that it builds on; so are the files and the bytes counted.
+    num_checkpoints: int
     num_files: int
     size_bytes: int
     #: One line each, naming file and table.
@@ -90,11 +65,19 @@ def next_name(storage: Storage, epoch: int, step: int) -> CheckpointName:
 def write_manifest(storage: Storage, manifest: Manifest) -> Manifest:
     """Make a checkpoint visible, after checking that all its files are there in full size. Returns what was written.
 
-    Raises CheckpointError, before writing, if a file is missing or short or the checkpoint exists already.
+    Raises CheckpointError, before writing, if a file is missing or short, the checkpoint exists already, its parent is
+    not complete, or it is of a history that the run has left (K2): a controller that was replaced cannot bring it back.
     """
     directory = manifest.name.directory
     present = storage.list_files(directory)
     problems = _size_problems(manifest, present)
+    reason = abandoned_reason(manifest.name, epoch_first_steps(storage))
+    if reason is not None:
+        problems.append(reason)
+    if manifest.parent is not None:
+        states = {str(info.name): info.state for info in list_checkpoints(storage)}
+        if states.get(manifest.parent) is not CheckpointState.COMPLETE:
+            problems.append(f"its parent {manifest.parent} is not a complete checkpoint")
     if MANIFEST_NAME in present:
         problems.insert(0, f"{directory}/{MANIFEST_NAME} exists already")
     if problems:
@@ -125,7 +108,7 @@ def list_checkpoints(run: Storage | str, *, first_steps: Mapping[int, int] | Non
 
     Args:
         run: the run's folder.
-        first_steps: epoch -> its first step, from the journal (K2); what the manifests say is added.
+        first_steps: epoch -> its first step (K2), beside what the journal and the manifests say.
     """
     storage = Storage(run) if isinstance(run, str) else run
     infos = []
@@ -133,41 +116,55 @@ def list_checkpoints(run: Storage | str, *, first_steps: Mapping[int, int] | Non
         name = CheckpointName.parse(entry.name)
         if name is not None:
             infos.append(_inspect(storage, name))
-    known = dict(first_steps or {})
+    known = {**epoch_first_steps(storage), **(first_steps or {})}
     for info in infos:
         if info.manifest is not None and info.manifest.epoch_first_step is not None:
             known.setdefault(info.name.epoch, info.manifest.epoch_first_step)
-    return sorted((_mark_abandoned(info, known) for info in infos), key=lambda info: info.name)
+    return judge(infos, known)
 
 
-def open_checkpoint(uri: str) -> tuple[Storage, str, Manifest]:
-    """The checkpoint at ``uri``, its folder or its run's (then the newest): (storage, folder in it, manifest)."""
+def open_checkpoint(uri: str) -> tuple[Storage, Manifest]:
+    """The checkpoint at ``uri``, its folder or its run's (then the newest): (storage of the run, manifest).
+
+    Raises CheckpointError where it, or one that it builds on, cannot be used.
+    """
     storage = Storage(uri)
-    if CheckpointName.parse(storage.split()[1]) is not None:
-        parent, directory = storage.split()
-        return parent, directory, read_manifest(parent, directory)
-    decision = decide_resume(list_checkpoints(storage), "must", where=storage.shown_uri)
-    assert decision.manifest is not None
-    return storage, decision.manifest.name.directory, decision.manifest
+    name = CheckpointName.parse(storage.split()[1])
+    if name is None:
+        decision = decide_resume(list_checkpoints(storage), "must", where=storage.shown_uri)
+        assert decision.manifest is not None
+        return storage, decision.manifest
+    folder, directory = storage.split()
+    manifest = read_manifest(folder, directory)
+    run, last = folder.split()
+    if last != CHECKPOINTS:
+        raise CheckpointError(f"{folder.shown_uri} is not the {CHECKPOINTS} folder of a run")
+    if manifest.parent is None:
+        return run, manifest
+    info = next(info for info in list_checkpoints(run) if info.name == name)
+    if info.state not in (CheckpointState.COMPLETE, CheckpointState.ABANDONED) or info.manifest is None:
+        raise CheckpointError(f"{info.uri} cannot be used: {info.reason}")
+    return run, info.manifest
 
 
 def verify_checkpoint(uri: str) -> VerifyReport:
-    """Read every file of the checkpoint at ``uri`` (its folder, or its run's) and compare it with the manifest.
+    """Read every file of the checkpoint at ``uri`` (its folder, or its run's), and of those that it builds on, and
+    compare them with their manifests.
 
-    Raises CheckpointError if the manifest itself cannot be used.
+    Raises CheckpointError if a manifest cannot be used.
     """
-    storage, directory, manifest = open_checkpoint(uri)
-    problems = _size_problems(manifest, storage.list_files(directory))
-    if not problems:
-        for entry in manifest.files:
-            found = _checksum(storage, f"{directory}/{entry.path}")
-            if found != entry.checksum:
-                problems.append(f"{entry.shown}: damaged: checksum {found}, the manifest says {entry.checksum}")
+    storage, manifest = open_checkpoint(uri)
+    problems: list[str] = []
+    for layer in manifest.chain:
+        found = _size_problems(layer, storage.list_files(layer.name.directory))
+        found = found or _checksum_problems(storage, layer)
+        problems += found if layer is manifest else [f"{layer.name}: {problem}" for problem in found]
     return VerifyReport(
-        uri=f"{storage.shown_uri.rstrip('/')}/{directory}",
+        uri=f"{storage.shown_uri.rstrip('/')}/{manifest.name.directory}",
         name=manifest.name,
-        num_files=len(manifest.files),
-        size_bytes=manifest.size_bytes,
+        num_checkpoints=len(manifest.chain),
+        num_files=sum(len(layer.files) for layer in manifest.chain),
+        size_bytes=manifest.kept_bytes,
         problems=tuple(problems),
     )
 
@@ -196,7 +193,7 @@ def decide_resume(
         return _resume_at(infos, int(policy), exclude, where)
     passed: list[str] = []
     for info in sorted(infos, key=lambda i: i.name, reverse=True):
-        if info.state is CheckpointState.COMPLETE and info.name not in exclude:
+        if info.state is CheckpointState.COMPLETE and not _is_excluded(info, exclude):
             skipped = f"; passed over {', '.join(passed)}" if passed else ""
             return ResumeDecision(info.manifest, f"resuming from {info.name}{skipped}")
         passed.append(f"{info.name} ({info.reason or 'failed to load'})")
@@ -207,28 +204,37 @@ def decide_resume(
 
 
 def plan_collect(
-    infos: Sequence[CheckpointInfo], keep: int, active: Collection[CheckpointName] = ()
+    infos: Sequence[CheckpointInfo],
+    keep: int,
+    active: Collection[CheckpointName] = (),
+    first_steps: Mapping[int, int] | None = None,
 ) -> list[CheckpointName]:
     """Which checkpoint folders to delete so that the newest ``keep`` complete ones, and all they need, remain. Pure.
 
-    Writes in progress have no manifest yet. Workers write their checkpoints in order, so an incomplete folder is a
-    leftover once a newer checkpoint is complete; a newer one, or one that ``active`` names, is left alone.
+    In the order to delete them in: no checkpoint goes before those that build on it. Writes in progress have no
+    manifest yet. Workers write their checkpoints in order, so an incomplete folder is a leftover once a newer
+    checkpoint is complete, and at once where ``first_steps`` say it is abandoned; a newer one, or one that ``active``
+    names, is left alone.
     """
     assert keep >= 1
     by_name = {str(info.name): info for info in infos}
     complete = sorted((i.name for i in infos if i.state is CheckpointState.COMPLETE), reverse=True)
     kept = {str(name) for name in [*complete[:keep], *active]}
-    incomplete = (info.name for info in infos if info.state is CheckpointState.INCOMPLETE)
-    kept |= {str(name) for name in incomplete if not complete or name > complete[0]}
+    for info in infos:
+        is_newest = not complete or info.name > complete[0]
+        is_dead = abandoned_reason(info.name, first_steps or {}) is not None
+        if info.state is CheckpointState.INCOMPLETE and is_newest and not is_dead:
+            kept.add(str(info.name))
     frontier = list(kept)
     while frontier:
         info = by_name.get(frontier.pop())
-        parent = info.manifest.parent if info and info.manifest else None
+        parent = info.parent if info is not None else None
         if parent is not None and parent not in kept:
             kept.add(parent)
             frontier.append(parent)
     removable = (CheckpointState.COMPLETE, CheckpointState.ABANDONED, CheckpointState.INCOMPLETE)
-    return [info.name for info in infos if str(info.name) not in kept and info.state in removable]
+    doomed = [info.name for info in infos if str(info.name) not in kept and info.state in removable]
+    return sorted(doomed, reverse=True)  # names grow along a chain
 
 
 def discard(storage: Storage, name: CheckpointName) -> None:
@@ -245,7 +251,8 @@ def collect(
     first_steps: Mapping[int, int] | None = None,
 ) -> list[CheckpointName]:
     """Delete what ``plan_collect`` says; returns the names."""
-    doomed = plan_collect(list_checkpoints(storage, first_steps=first_steps), keep, active)
+    known = {**epoch_first_steps(storage), **(first_steps or {})}
+    doomed = plan_collect(list_checkpoints(storage, first_steps=known), keep, active, known)
     for name in doomed:
         discard(storage, name)
     return doomed
@@ -282,14 +289,8 @@ def _inspect(storage: Storage, name: CheckpointName) -> CheckpointInfo:
     )
 
 
-def _mark_abandoned(info: CheckpointInfo, first_steps: Mapping[int, int]) -> CheckpointInfo:
-    if info.state is not CheckpointState.COMPLETE:
-        return info
-    for epoch, first_step in sorted(first_steps.items()):
-        if epoch > info.name.epoch and info.name.step > first_step:
-            reason = f"abandoned: epoch {epoch} went on from step {first_step}"
-            return dataclasses.replace(info, state=CheckpointState.ABANDONED, reason=reason)
-    return info
+def _is_excluded(info: CheckpointInfo, exclude: Collection[CheckpointName]) -> bool:
+    return info.manifest is not None and any(manifest.name in exclude for manifest in info.manifest.chain)
 
 
 def _size_problems(manifest: Manifest, present: Mapping[str, int]) -> list[str]:
@@ -301,6 +302,15 @@ def _size_problems(manifest: Manifest, present: Mapping[str, int]) -> list[str]:
             problems.append(f"{entry.shown}: the file is missing")
         elif size != entry.size_bytes:
             problems.append(f"{entry.shown}: truncated: {size} bytes, the manifest says {entry.size_bytes}")
+    return problems
+
+
+def _checksum_problems(storage: Storage, manifest: Manifest) -> list[str]:
+    problems = []
+    for entry in manifest.files:
+        found = _checksum(storage, f"{manifest.name.directory}/{entry.path}")
+        if found != entry.checksum:
+            problems.append(f"{entry.shown}: damaged: checksum {found}, the manifest says {entry.checksum}")
     return problems
 
 
@@ -321,7 +331,7 @@ def _resume_at(
     usable = (CheckpointState.COMPLETE, CheckpointState.ABANDONED)
     at_step = sorted((i for i in infos if i.name.step == step), key=lambda i: i.name, reverse=True)
     for info in at_step:
-        if info.state in usable and info.name not in exclude:
+        if info.state in usable and not _is_excluded(info, exclude):
             return ResumeDecision(info.manifest, f"resuming from {info.name}, as asked")
     if at_step:
         reason = at_step[0].reason or "failed to load"

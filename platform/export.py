@@ -1,26 +1,31 @@
 """Export: the tables of a checkpoint as Parquet, for people and systems that know nothing of Shoal.
 
-One folder per table, one Parquet file per part of the checkpoint, so memory stays bounded by a part. Vectors are
-float32 whatever the row type was (fp16 and bf16 widen exactly). Only complete checkpoints can be exported (durable
-steps, PROTOCOLS 0), and every part is checked against the manifest as it is read.
+One folder per table, one Parquet file per part of the checkpoint, so memory stays bounded by a part and, of an
+incremental checkpoint, the ids that changed in it and in those between it and the full one. Vectors are float32
+whatever the row type was (fp16 and bf16 widen exactly). Only complete checkpoints can be exported (durable steps,
+PROTOCOLS 0), and every part is checked against the manifest as it is read.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterator, Sequence
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
 
-from shoal.actors.datafile import FileEntry, folder_name
-from shoal.actors.partfile import read_part
+from shoal.actors.datafile import PlannedFile, folder_name
+from shoal.actors.partfile import read_ids, read_part, take
 from shoal.actors.restore import read_checked
 from shoal.kernels.cut import BlockRows
 from shoal.kernels.errors import CheckpointError
+from shoal.kernels.hashing import row_blocks
 from shoal.kernels.spec import TableSpec
 from shoal.platform.checkpoint import open_checkpoint
+from shoal.platform.loadplan import plan_table
 from shoal.platform.manifest import CheckpointName, Manifest
 from shoal.platform.storage import Storage
 
@@ -57,38 +62,66 @@ def export_parquet(
 
     Raises CheckpointError for a damaged file (naming file and table) or an unknown table, StorageError for ``out``.
     """
-    storage, directory, manifest = open_checkpoint(checkpoint_uri)
+    storage, manifest = open_checkpoint(checkpoint_uri)
     known = {spec.name: spec for spec in manifest.tables}
     for name in tables or ():
         if name not in known:
             raise CheckpointError(f"{manifest.name} has no table {name!r}; it has {', '.join(map(repr, known))}")
     target = Storage(out)
     chosen = known.values() if tables is None else [known[name] for name in tables]
-    exported = tuple(_export_table(storage, directory, manifest, spec, target, slots) for spec in chosen)
+    exported = tuple(_export_table(storage, manifest, spec, target, slots) for spec in chosen)
     return ExportReport(name=manifest.name, out=target.shown_uri, tables=exported)
 
 
-def _export_table(
-    storage: Storage, directory: str, manifest: Manifest, spec: TableSpec, target: Storage, slots: bool
-) -> ExportedTable:
-    entries = [entry for entry in manifest.files if entry.kind == "table" and entry.table == spec.name]
+def _export_table(storage: Storage, manifest: Manifest, spec: TableSpec, target: Storage, slots: bool) -> ExportedTable:
+    planned = plan_table(manifest, spec.name, spec.num_blocks, range(spec.num_blocks))
     folder = folder_name(spec.name)
     schema = _schema(spec, slots)
-    for number, entry in enumerate(entries or [None]):
-        batches = _batches(storage, directory, entry, spec, schema) if entry else []
+    num_files = num_rows = 0
+    for parts in _final_rows(storage, spec, planned):
+        batches = [_batch(rows, spec, schema) for rows in parts]
 
         def produce(stream: object, batches: list[pa.RecordBatch] = batches) -> None:
             with pq.ParquetWriter(stream, schema) as writer:
                 for batch in batches:
                     writer.write_batch(batch)
 
-        target.write_object(f"{folder}/part-{number:05d}.parquet", produce)
-    return ExportedTable(
-        table=spec.name,
-        path=folder,
-        num_files=max(1, len(entries)),
-        num_rows=sum(entry.num_rows for entry in entries),
-    )
+        target.write_object(f"{folder}/part-{num_files:05d}.parquet", produce)
+        num_files += 1
+        num_rows += sum(len(rows) for rows in parts)
+    return ExportedTable(table=spec.name, path=folder, num_files=num_files, num_rows=num_rows)
+
+
+def _final_rows(storage: Storage, spec: TableSpec, planned: Sequence[PlannedFile]) -> Iterator[list[BlockRows]]:
+    """The rows of each table file that no newer checkpoint of the chain replaces or deletes, the newest first.
+
+    At least one list, which has no rows if the table has none.
+    """
+    layers = [list(files) for _, files in itertools.groupby(planned, key=lambda entry: entry.folder)]
+    hidden = np.empty(0, dtype=np.int64)  # ids that newer checkpoints hold or delete
+    for layer in reversed(layers):
+        found = [hidden]
+        for entry in layer:
+            data = read_checked(storage, entry.folder, entry)
+            name = f"{entry.folder}/{entry.shown}"
+            if entry.kind == "deleted":
+                found.append(read_ids(data, name).numpy())
+                continue
+            batches = [_visible(rows, entry, hidden) for rows in read_part(data, spec, name)]
+            if layer is not layers[0]:
+                found += (rows.ids.numpy().copy() for rows in batches)
+            yield batches
+        hidden = np.unique(np.concatenate(found))
+    if not any(entry.kind == "table" for entry in planned):
+        yield []
+
+
+def _visible(rows: BlockRows, entry: PlannedFile, hidden: np.ndarray) -> BlockRows:
+    ids = rows.ids.numpy()
+    mask = np.isin(ids, hidden, invert=True)
+    if len(entry.taken) < len(entry.blocks):
+        mask &= np.isin(row_blocks(ids, entry.num_blocks), entry.taken)
+    return rows if mask.all() else take(rows, torch.from_numpy(np.flatnonzero(mask)))
 
 
 def _schema(spec: TableSpec, slots: bool) -> pa.Schema:
@@ -98,13 +131,6 @@ def _schema(spec: TableSpec, slots: bool) -> pa.Schema:
             fields.append(pa.field(name, pa.float32() if width == 1 else pa.list_(pa.float32(), width)))
         fields += [pa.field("last_step", pa.int64()), pa.field("count", pa.int64())]
     return pa.schema(fields, metadata={"shoal.table": spec.name, "shoal.dtype": spec.data_type.value})
-
-
-def _batches(
-    storage: Storage, directory: str, entry: FileEntry, spec: TableSpec, schema: pa.Schema
-) -> list[pa.RecordBatch]:
-    data = read_checked(storage, directory, entry)
-    return [_batch(rows, spec, schema) for rows in read_part(data, spec, f"{directory}/{entry.shown}")]
 
 
 def _batch(rows: BlockRows, spec: TableSpec, schema: pa.Schema) -> pa.RecordBatch:

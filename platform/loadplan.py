@@ -3,13 +3,16 @@
 1. Every difference in width, dtype, optimizer or size that would change or lose rows is refused, all tables in one
    message; what the caller explicitly allows is accepted and noted.
 2. The files chosen for a worker contain every stored row of its row blocks, for any world size and placement.
+3. Of a chain of incremental checkpoints the oldest comes first, deletions before rows of the same checkpoint, and
+   nothing is taken that a newer file of the chain replaces as a whole (K3).
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Collection, Mapping, Sequence
 
-from shoal.actors.datafile import FileEntry
+from shoal.actors.datafile import FileEntry, PlannedFile
 from shoal.kernels.errors import CheckpointError
 from shoal.kernels.spec import TableSpec
 from shoal.platform.manifest import Manifest
@@ -58,24 +61,47 @@ def plan_load(
     *,
     allow_missing: Collection[str] = (),
     reinit: Collection[str] = (),
-) -> list[FileEntry]:
-    """The table files a worker that owns ``owned`` (table -> row blocks) has to read, in table and block order.
+) -> list[PlannedFile]:
+    """The table files a worker that owns ``owned`` (table -> row blocks) has to read, in the order to read them in.
 
-    Runs ``check_tables`` first. A table may have another number of row blocks than when it was written.
+    Runs ``check_tables`` first. A table may have another number of row blocks than when it was written. Raises
+    CheckpointError for an incremental checkpoint whose parents are not known (``checkpoint.list_checkpoints`` finds
+    them).
     """
     check_tables(manifest, tables, allow_missing=allow_missing, reinit=reinit)
-    stored = {spec.name: spec for spec in manifest.tables}
-    files: dict[str, list[FileEntry]] = {}
-    for entry in manifest.files:
-        if entry.kind == "table" and entry.table is not None:
-            files.setdefault(entry.table, []).append(entry)
-    chosen: list[FileEntry] = []
+    chosen: list[PlannedFile] = []
     for spec in tables:
-        if spec.name not in stored or spec.name in reinit or "*" in reinit:
-            continue
-        blocks = _stored_blocks(owned.get(spec.name, ()), spec.num_blocks, stored[spec.name].num_blocks)
-        chosen += (entry for entry in files.get(spec.name, ()) if not blocks.isdisjoint(entry.blocks))
+        if spec.name not in reinit and "*" not in reinit:
+            chosen += plan_table(manifest, spec.name, spec.num_blocks, owned.get(spec.name, ()))
     return chosen
+
+
+def plan_table(manifest: Manifest, table: str, num_blocks: int, blocks: Sequence[int]) -> list[PlannedFile]:
+    """The files that hold the rows of some row blocks, of ``num_blocks``, of one table; as ``plan_load``."""
+    layers: list[list[PlannedFile]] = []
+    wanted: set[int] | None = None
+    for layer in reversed(manifest.chain):
+        stored = next((spec for spec in layer.tables if spec.name == table), None)
+        if stored is None:  # the table is newer than this checkpoint
+            break
+        here = _stored_blocks(blocks, num_blocks, stored.num_blocks)
+        # Block counts never change within a chain: a checkpoint after such a change is a full one.
+        wanted = here if wanted is None else wanted & here
+        files = [f for f in layer.files if f.table == table and not wanted.isdisjoint(f.blocks)]
+        files.sort(key=lambda entry: entry.kind != "deleted")
+        layers.append([_planned(entry, layer.name.directory, wanted, stored.num_blocks) for entry in files])
+        if layer.parent is None:
+            break
+        wanted = wanted - {b for f in files if f.kind == "table" and f.since is None for b in f.blocks}
+        if not wanted:
+            break
+    return [entry for layer_files in reversed(layers) for entry in layer_files]
+
+
+def _planned(entry: FileEntry, folder: str, wanted: set[int], num_blocks: int) -> PlannedFile:
+    values = {field.name: getattr(entry, field.name) for field in dataclasses.fields(FileEntry)}
+    taken = tuple(block for block in entry.blocks if block in wanted)
+    return PlannedFile(**values, folder=folder, taken=taken, num_blocks=num_blocks)
 
 
 def _mismatches(wanted: TableSpec, stored: TableSpec) -> list[str]:

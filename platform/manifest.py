@@ -74,6 +74,8 @@ class Manifest:
     created: str = ""
     #: Folder name of the checkpoint this one completes (incremental checkpoints, K3); None: it is complete by itself.
     parent: str | None = None
+    #: The manifests of the chain of parents, the oldest first. Not stored: ``checkpoint.list_checkpoints`` fills it in.
+    ancestors: tuple[Manifest, ...] = ()
     format_version: int = FORMAT_VERSION
 
     @property
@@ -82,7 +84,20 @@ class Manifest:
 
     @property
     def num_rows(self) -> int:
-        return sum(entry.num_rows for entry in self.files)
+        """Rows in its own files: of an incremental checkpoint those that changed."""
+        return sum(entry.num_rows for entry in self.files if entry.kind == "table")
+
+    @property
+    def chain(self) -> tuple[Manifest, ...]:
+        """The checkpoint after all it builds on, the oldest first. CheckpointError where its parents are not known."""
+        if self.parent is not None and not self.ancestors:
+            raise CheckpointError(f"{self.name} builds on {self.parent}, which is not known")
+        return (*self.ancestors, self)
+
+    @property
+    def kept_bytes(self) -> int:
+        """Bytes of all that is needed to load it."""
+        return sum(manifest.size_bytes for manifest in self.chain)
 
     def find(self, kind: str, path: str | None = None) -> FileEntry | None:
         """The first file of ``kind`` (and, if given, of that path)."""
@@ -131,7 +146,7 @@ def decode(data: bytes, where: str) -> Manifest:
         raise CheckpointError(f"{where}: the manifest is damaged: it does not match its checksum")
     try:
         name = CheckpointName(values["epoch"], values["step"], values["attempt"])
-        own = {"name", "tables", "files"}
+        own = {"name", "tables", "files", "ancestors"}
         taken = {f.name: values[f.name] for f in dataclasses.fields(Manifest) if f.name in values and f.name not in own}
         tables = tuple(_table_from_json(item) for item in values["tables"])
         files = tuple(FileEntry.from_json(item) for item in values["files"])
