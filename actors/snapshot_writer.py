@@ -1,4 +1,11 @@
-"""SnapshotWriter: writes one rank's parts of checkpoints in the background, one at a time (PROTOCOLS K1)."""
+"""SnapshotWriter: writes one rank's parts of checkpoints in the background, one at a time (PROTOCOLS K1, K3).
+
+A part leaves out rows that the *base* has: the complete checkpoint that the controller named last (``set_base``). Ranks
+need not hear of it at the same time: each part says since when it left rows out, and the manifest's parent is the
+newest of these. What was updated since is read off the rows themselves, wherever they have been in the meantime; what
+was deleted is known for blocks that this worker has owned, unreplaced, since then. Other blocks are written whole:
+those that came from another worker or, in a partial recovery, from a checkpoint.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +20,7 @@ from shoal.actors.datafile import METRICS_PREFIX, FileEntry
 from shoal.actors.dense import DenseReplica
 from shoal.actors.messages import SnapshotPart
 from shoal.actors.shard_host import ShardHost
-from shoal.actors.snapshot import PendingSnapshot, RateLimiter, write_dense, write_in_background, write_snapshot
+from shoal.actors.snapshot import Delta, PendingSnapshot, RateLimiter, write_dense, write_in_background, write_snapshot
 from shoal.kernels.errors import StorageError
 from shoal.kernels.metrics import BinaryMetrics
 
@@ -38,6 +45,17 @@ class SnapshotWriter:
         self._on_part = on_part
         self._pending: PendingSnapshot[None] | None = None
         self._step = -1
+        self._base: int | None = None
+
+    def set_base(self, step: int | None) -> None:
+        """The next checkpoints build on the complete one of ``step`` (``chain.decide_base``); None: they are full."""
+        self._base = step
+        if step is not None:
+            self._host.store.deletions.trim(step)
+
+    def note_restored(self, step: int) -> None:
+        """All rows this worker owns were just loaded from the checkpoint of ``step``: later ones may build on it."""
+        self._mark_known(step)
 
     @property
     def is_writing(self) -> bool:
@@ -71,11 +89,23 @@ class SnapshotWriter:
             tensors |= {f"{METRICS_PREFIX}{name}": tensor for name, tensor in metrics.state_dict().items()}
         summary: Mapping[str, Any] = {"step": step, "metrics": metrics.compute() if rank == 0 else {}}
         metadata = {"optimizer": self._dense.optimizer_kind, **counters}
+        base = self._base
+        # Steps before the base, if there is one: gone back since it was named. Such a step is not built on.
+        since = base if base is not None and base < step else None
+        delta = None if since is None else Delta(since=since, deleted=host.store.deletions.since(since))
         cut = host.store.cut()
+        host.store.deletions.seal(step)
+        if since is None:
+            host.store.deletions.trim(step)
+        self._mark_known(step)
 
         def write_files(limiter: RateLimiter) -> tuple[FileEntry, ...]:
             try:
-                files = list(write_snapshot(cut, owned, host.tables, self._storage, directory, rank, limiter=limiter))
+                files = list(
+                    write_snapshot(
+                        cut, owned, host.tables, self._storage, directory, rank, delta=delta, limiter=limiter
+                    )
+                )
                 if rank == 0:
                     files.append(write_dense(self._storage, directory, tensors, metadata))
                 return tuple(files)
@@ -99,6 +129,7 @@ class SnapshotWriter:
                     files=files,
                     summary=summary if rank == 0 else None,
                     error=failure,
+                    since=since,
                 )
             )
 
@@ -120,9 +151,18 @@ class SnapshotWriter:
             self._pending = None
 
     def cancel(self, timeout_s: float = 30.0) -> None:
-        """Give up the snapshot in progress, if any, and its cut: another rank's part of it will not come."""
+        """Give up the snapshot in progress, if any, its cut and its files: another rank's part of it will not come.
+
+        For a recovery: the next checkpoint is a full one, unless ``set_base`` is called in the new epoch.
+        """
+        self._base = None
         pending, self._pending = self._pending, None
         if pending is not None:
             pending.cancel_write()
             with contextlib.suppress(FutureTimeoutError):
                 pending.exception(timeout_s)
+
+    def _mark_known(self, step: int) -> None:
+        for number, spec in enumerate(self._host.tables):
+            for block in self._host.owned.get(spec.name, ()):
+                self._host.store.deletions.mark_known(number, block, step)

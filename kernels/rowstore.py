@@ -26,6 +26,7 @@ import torch
 
 from shoal.kernels import _core
 from shoal.kernels.cut import TORCH_DTYPES, BlockChanges, BlockRows, Cut, export_rows
+from shoal.kernels.deletions import DeletionLog
 from shoal.kernels.errors import BadIdError, CapacityError, CheckpointError
 from shoal.kernels.spec import DataType, TableSpec
 
@@ -89,6 +90,8 @@ class RowStore:
         self.version_bytes_max = version_bytes_max
         #: The native store, for the step kernels.
         self.native = _core.RowStore([table_descriptor(t) for t in self.tables], num_threads, undo_steps)
+        #: What incremental checkpoints have to say about rows that are gone.
+        self.deletions = DeletionLog([table.num_blocks for table in self.tables])
 
     # Blocks.
 
@@ -114,11 +117,13 @@ class RowStore:
         """
         self._check_block(table, block)
         self.native.set_replica(table, block, is_replica)
+        self.deletions.forget(table, block)
 
     def drop_block(self, table: int, block: int) -> None:
         """No longer hold a block, owned (at a step boundary only) or replica. Open cuts still read its rows."""
         self._check_block(table, block)
         self.native.drop_block(table, block)
+        self.deletions.forget(table, block)
 
     def owns(self, table: int, block: int) -> bool:
         """Whether the block is here and not a replica."""
@@ -211,6 +216,7 @@ class RowStore:
     def delete(self, table: int, ids: torch.Tensor) -> int:
         """Delete rows; returns how many there were. Inside a step it is undone with the step."""
         ids = _as_ids(ids)
+        self.deletions.record(table, ids)
         return self.native.erase(table, ids.data_ptr(), ids.numel())
 
     # Steps and cuts.
@@ -280,6 +286,8 @@ class RowStore:
         self._check_block(table, block)
         self._check_rows(table, rows)
         self.native.import_rows(table, block, len(rows), *rows.addresses(), replace)
+        if replace:
+            self.deletions.forget(table, block)
 
     def apply_changes(self, table: int, block: int, changes: BlockChanges) -> int:
         """Add or replace ``changes.rows`` and delete ``changes.deleted`` in a held block; deleting nothing is harmless.
@@ -291,6 +299,7 @@ class RowStore:
         self._check_block(table, block)
         self._check_rows(table, changes.rows)
         deleted = _as_ids(changes.deleted)
+        self.deletions.forget(table, block)
         return self.native.apply_changes(
             table, block, len(changes.rows), *changes.rows.addresses(), deleted.numel(), deleted.data_ptr()
         )

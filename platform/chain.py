@@ -107,18 +107,10 @@ def _with_parent(info: CheckpointInfo, parent: CheckpointInfo | None) -> Checkpo
     return info
 
 
-def decide_base(
-    infos: Sequence[CheckpointInfo], full_every: int, tables: Sequence[TableSpec], *, is_mixed: bool = False
-) -> BaseDecision:
-    """What the next checkpoint builds on. ``infos`` as ``list_checkpoints`` returns them.
-
-    ``is_mixed``: some rows have gone back further than others since the newest checkpoint (partial recovery), so that
-    the step of a row's last update does not tell whether that checkpoint has it.
-    """
+def decide_base(infos: Sequence[CheckpointInfo], full_every: int, tables: Sequence[TableSpec]) -> BaseDecision:
+    """What the next checkpoint builds on. ``infos`` as ``list_checkpoints`` returns them."""
     if full_every == 1:
         return BaseDecision(None, "full_every is 1")
-    if is_mixed:
-        return BaseDecision(None, "lost rows were restored from an older state")
     complete = [info for info in infos if info.state is CheckpointState.COMPLETE and info.manifest is not None]
     if not complete:
         return BaseDecision(None, "there is no complete checkpoint")

@@ -15,10 +15,13 @@ from __future__ import annotations
 import dataclasses
 import datetime
 from collections.abc import Collection, Mapping, Sequence
+from typing import Any
 
 from shoal.actors.datafile import Checksum
+from shoal.actors.messages import SnapshotPart
 from shoal.kernels.errors import CheckpointError, StorageMissingError
-from shoal.platform.chain import CheckpointInfo, CheckpointState, abandoned_reason, judge
+from shoal.kernels.spec import TableSpec
+from shoal.platform.chain import CheckpointInfo, CheckpointState, abandoned_reason, judge, merge_parts
 from shoal.platform.epochs import epoch_first_steps
 from shoal.platform.manifest import CHECKPOINTS, MANIFEST_NAME, CheckpointName, Manifest, decode, encode, is_torn
 from shoal.platform.storage import Storage
@@ -60,6 +63,18 @@ def next_name(storage: Storage, epoch: int, step: int) -> CheckpointName:
     taken = {CheckpointName.parse(entry.name) for entry in storage.list_dir(CHECKPOINTS)}
     attempts = [name.attempt for name in taken if name and (name.epoch, name.step) == (epoch, step)]
     return CheckpointName(epoch, step, max(attempts) + 1 if attempts else 0)
+
+
+def complete(
+    storage: Storage, name: CheckpointName, parts: Sequence[SnapshotPart], tables: Sequence[TableSpec], **fields: Any
+) -> Manifest:
+    """Make the checkpoint that the ranks wrote in ``parts`` visible. ``fields``: the rest of its Manifest.
+
+    Raises CheckpointError as ``merge_parts`` and ``write_manifest`` do, StorageError; there is no manifest then.
+    """
+    infos = list_checkpoints(storage) if any(part.since is not None for part in parts) else ()
+    files, parent = merge_parts(name, parts, infos, tables)
+    return write_manifest(storage, Manifest(name=name, tables=tuple(tables), files=files, parent=parent, **fields))
 
 
 def write_manifest(storage: Storage, manifest: Manifest) -> Manifest:

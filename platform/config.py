@@ -241,7 +241,12 @@ class CheckpointConfig(Config):
     every_steps: int | None = bounded(None, low=1)
     """Steps between checkpoints; null: none during training."""
     num_to_keep: int | None = bounded(2, low=1)
-    """Complete checkpoints to keep, the newest; null: all."""
+    """Complete checkpoints to keep, the newest, and those that they build on; null: all."""
+    full_every: int = bounded(1, low=1, high=1000)
+    """Every how many checkpoints one holds all rows; those between hold what changed since the one before, and need it.
+    1: all are full, so that each stands alone: none is lost with another, and a copied folder is enough."""
+    max_failed: int | None = bounded(3, low=1)
+    """Stop the run when this many checkpoints in a row could not be written; null: never."""
     at_end: bool = True
     """Whether a checkpoint of the last step is written when training ends."""
     rate_limit_bytes_per_s: ByteSize | None = bounded(None, low=1)  # noqa: RUF009

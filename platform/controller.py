@@ -22,7 +22,7 @@ from shoal.actors.worker import WorkerSpec
 from shoal.kernels.errors import CheckpointError, CheckpointMismatchError, ClusterError, ProtocolError
 from shoal.kernels.frame import Flag
 from shoal.platform.cause import decide_cause, find_cause
-from shoal.platform.checkpoint import CheckpointState, collect, decide_resume, list_checkpoints, write_manifest
+from shoal.platform.checkpoint import CheckpointState, collect, complete, decide_resume, list_checkpoints
 from shoal.platform.epochs import claim_epoch, newest_epoch
 from shoal.platform.launch import LaunchFailed, Ready, WorkerHandle, WorkerLauncher
 from shoal.platform.loadplan import plan_load
@@ -397,20 +397,20 @@ class Controller:
 
     def _write_manifest(self, order: WriteManifest) -> ManifestWritten:
         summary: Mapping[str, Any] = next((part.summary for part in order.parts if part.summary is not None), {})
-        manifest = Manifest(
-            name=CheckpointName(self._epoch, order.step),
-            run=self.plan.name,
-            world_size=len(self._handles),
-            tables=self._infos[0].tables,
-            files=tuple(entry for part in order.parts for entry in part.files),
-            cursor={"step": order.step, "order": dict(self.plan.data_fingerprint)},
-            epoch_first_step=self._first_step,
-            data_fingerprint=str(self.plan.data_fingerprint.get("digest", "")) or None,
-            versions=self.plan.versions,
-            summary=dict(summary or {}),
-        )
         try:
-            write_manifest(self.plan.storage, manifest)
+            complete(
+                self.plan.storage,
+                CheckpointName(self._epoch, order.step),
+                order.parts,
+                self._infos[0].tables,
+                run=self.plan.name,
+                world_size=len(self._handles),
+                cursor={"step": order.step, "order": dict(self.plan.data_fingerprint)},
+                epoch_first_step=self._first_step,
+                data_fingerprint=str(self.plan.data_fingerprint.get("digest", "")) or None,
+                versions=self.plan.versions,
+                summary=dict(summary or {}),
+            )
             if self.plan.num_to_keep is not None:
                 collect(self.plan.storage, self.plan.num_to_keep)
         except Exception as error:  # training goes on without this checkpoint; the event says so
