@@ -289,7 +289,7 @@ class Holdings:
     aux: Mapping[str, tuple[int, ...]] = dataclasses.field(default_factory=dict)
     #: Highest snapshot it knows to be protected; -1: none.
     protected: int = -1
-    #: As in WorkerStatus.
+    #: As in WorkerStatus for a worker that waits for orders; 0 while it is at work, when nothing here lasts.
     fence: int = 0
 
 

@@ -153,6 +153,11 @@ class WorkerState:
         found = None if self.view is None else self.view.rank_of(self.worker_id)
         return -1 if found is None else found
 
+    @property
+    def is_resting(self) -> bool:
+        """Whether it waits for orders: its holdings stay what they are until it gets one."""
+        return self._blocking is WaitForOrder
+
     def is_urgent(self, order: Order) -> bool:
         """Whether ``order`` must not wait for the end of what is under way: the receiver aborts the groups at once."""
         if self._blocking is WaitForOrder:
@@ -218,7 +223,7 @@ class WorkerState:
     def _handle_order(self, order: Order, waiting: bool) -> tuple[list[Background], Blocking | None]:
         match order:
             case Start(view=view, restore=restore):
-                is_new = self.view is None and self.phase is WorkerPhase.STARTING and view.epoch >= self.fence
+                is_new = self.view is None and view.epoch >= self.fence
                 if waiting and is_new and view.rank_of(self.worker_id) is not None:
                     self.fence = view.epoch + 1
                     return self._cancel_preparing("the run starts"), JoinView(view, restore)

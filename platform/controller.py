@@ -28,7 +28,7 @@ from shoal.platform.launch import LaunchFailed, Ready, WorkerHandle, WorkerLaunc
 from shoal.platform.loadplan import plan_load
 from shoal.platform.manifest import CheckpointName, Manifest
 from shoal.platform.placement import ShardingType, TableLoad, plan_placement
-from shoal.platform.state import (
+from shoal.platform.state_fixed import (
     AskStop,
     ControllerState,
     EndRun,

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shoal.actors.messages import SnapshotPart
-from shoal.platform.state import (
+from shoal.platform.state_fixed import (
     AskStop,
     ControllerState,
     EndRun,
