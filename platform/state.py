@@ -55,19 +55,21 @@ from shoal.platform.ledger import CheckpointLedger
 from shoal.platform.membership import ViewSpec, needs_rebalance, plan_view
 from shoal.platform.roster import Roster, WorkerEntry
 from shoal.platform.scaling import (
-    DRAIN_DEFAULT_S,
-    Cause,
     ScalingDecision,
     ScalingSnapshot,
+    decide_abort,
+    decide_checkpoint,
     decide_demand,
     decide_scaling,
     worker_bounds,
 )
 from shoal.platform.state_messages import (
     Adopted,
+    AskCheckpoint,
     AskHoldings,
     AskStop,
     CancelLaunch,
+    Cause,
     DrainNotice,
     EndRun,
     Event,
@@ -90,6 +92,7 @@ from shoal.platform.state_messages import (
     StopRequested,
     Tick,
     WorkerLost,
+    WorkerPlaced,
     WorkerPrepared,
     WorkerSilent,
     WriteJournal,
@@ -108,6 +111,8 @@ from shoal.platform.view_change import (
     start_order,
 )
 
+#: Deadline assumed for a drain that names none (Ray: 30 s).
+DRAIN_DEFAULT_S = 30.0
 #: A pass that changes the phase is followed by another; more than these in a row would be a cycle.
 _PASSES_MAX = 16
 
@@ -175,7 +180,7 @@ class ControllerState:
         self._last_change_s = float("-inf")
         self._retry_at_s, self._num_retries = 0.0, 0
         self._stop_reason: str | None = None
-        self._stop_asked_s = float("-inf")
+        self._stop_asked_s = self._saved_s = float("-inf")
         self._asked_s: dict[str, float] = {}
         self._is_adopted = False
         self._launch_retry_s, self._launch_error = 0.0, ""
@@ -216,6 +221,9 @@ class ControllerState:
                 pass
             case WorkerPrepared():
                 self._worker_prepared(event)
+            case WorkerPlaced(worker_id=worker_id):
+                if worker_id in self.roster.pending:
+                    self.roster.starting.add(worker_id)
             case StatusSeen(status=status):
                 if (entry := self.roster.living.get(status.worker_id)) is not None:
                     entry.see(event)
@@ -289,11 +297,12 @@ class ControllerState:
             self._end(RunPhase.FAILED, event.reason)
         self._launch_retry_s, self._launch_error = self.now_s + self.spec.limits.retry_s, event.reason
 
-    def _drain(self, worker_ids: Sequence[str], deadline_s: float, reason: str) -> None:
+    def _drain(self, worker_ids: Sequence[str], deadline_s: float | None, reason: str) -> None:
+        deadline_s = DRAIN_DEFAULT_S if deadline_s is None else deadline_s
         for worker_id in worker_ids:
             entry = self.roster.living.get(worker_id)
             if entry is not None and entry.drain_at_s is None:
-                entry.drain_at_s = self.now_s + (deadline_s if deadline_s > 0 else DRAIN_DEFAULT_S)
+                entry.drain_at_s = self.now_s + deadline_s
                 self._publish("drain", worker=worker_id, deadline_s=deadline_s, reason=reason)
 
     def _part_written(self, event: PartWritten) -> None:
@@ -396,6 +405,7 @@ class ControllerState:
         if self.phase is RunPhase.STOPPING or any(e.phase is WorkerPhase.FINISHED for e in self.roster.living.values()):
             return False
         self._meet_demand()
+        self._save_before_drain()
         if self._settling is not None or self.now_s < self._retry_at_s or not are_all_in(self.view, self.roster):
             return False
         decision = self._decide_scaling()
@@ -426,8 +436,11 @@ class ControllerState:
         )
         if problem is not None:
             return self._abandon(problem)
-        higher = self._decide_scaling(change.cause)
-        if higher is not None and higher.cause > change.cause:
+        unwanted = decide_abort(self._snapshot(), self.spec.scaling)
+        if unwanted is not None:
+            return self._abandon(unwanted, is_fault=False)
+        higher = self._decide_scaling()
+        if higher is not None:
             return self._abandon(f"{higher.cause.name.lower()} goes first: {higher.reason}", is_fault=False)
         if self._is_written(change.record_id) and is_prepared(change, self.roster):
             self.phase, change.cut_over_s = RunPhase.CUTTING_OVER, self.now_s
@@ -542,10 +555,10 @@ class ControllerState:
 
     # ---- planned changes ------------------------------------------------------------------------------------------
 
-    def _decide_scaling(self, in_flight: Cause | None = None) -> ScalingDecision | None:
-        return decide_scaling(self._snapshot(in_flight), self.now_s, self.spec.scaling, self.spec.failure)
+    def _decide_scaling(self) -> ScalingDecision | None:
+        return decide_scaling(self._snapshot(), self.now_s, self.spec.scaling, self.spec.failure)
 
-    def _snapshot(self, in_flight: Cause | None = None) -> ScalingSnapshot:
+    def _snapshot(self) -> ScalingSnapshot:
         """What scaling is decided from. Standbys are what is left once the view has its number of workers."""
         spec, roster = self.spec, self.roster
         members = [] if self.view is None else [e for e in roster.members(self.view) if e.is_usable]
@@ -554,19 +567,24 @@ class ControllerState:
         _, wanted = worker_bounds(spec.scaling, self.target)
         gap = max(0, wanted - sum(e.drain_at_s is None for e in members))
         ready = spares[:gap] if has_standby else spares
-        pending = list(roster.pending)
-        num_pending = max(0, gap - len(ready)) if has_standby else len(pending)
-        standby = [e.worker_id for e in spares[len(ready) :]] + pending[num_pending:]
+        # Who starts already comes before who waits for room.
+        coming = sorted(roster.pending, key=lambda w: w not in roster.starting)
+        num_coming = max(0, gap - len(ready)) if has_standby else len(coming)
+        standby = [e.worker_id for e in spares[len(ready) :]] + coming[num_coming:]
+        coming = coming[:num_coming]
+        change = self.change
         return ScalingSnapshot(
             members=tuple(e.as_placed() for e in members),
             ready=tuple(e.as_placed() for e in ready),
             ready_since_s=min((e.ready_s for e in ready), default=0.0),
-            pending=tuple(pending[:num_pending]),
+            starting=tuple(w for w in coming if w in roster.starting),
+            pending=tuple(w for w in coming if w not in roster.starting),
             standby=tuple(standby),
             target=self.target,
             draining={e.worker_id: e.drain_at_s for e in roster.usable() if e.drain_at_s is not None},
             rebalance=self._unevenness(),
-            in_flight=in_flight,
+            in_flight=None if change is None else change.cause,
+            in_flight_members=() if change is None else tuple(m.worker_id for m in change.view.members),
             is_cutting_over=self.phase is RunPhase.CUTTING_OVER,
             last_change_s=self._last_change_s,
         )
@@ -580,6 +598,16 @@ class ControllerState:
             self._evenness = (self.epoch, needs_rebalance(self.view, self._tables(), spec))
         return self._evenness[1]
 
+    def _save_before_drain(self) -> None:
+        """A checkpoint at once where all workers will be gone before a new one can take over (V6)."""
+        if self.now_s - self._saved_s < self.spec.limits.saving_timeout_s:
+            return
+        reason = decide_checkpoint(self._snapshot(), self.now_s)
+        if reason is not None and self.view is not None:
+            self._saved_s = self.now_s
+            self._publish("checkpoint_asked", reason=reason)
+            self._out.append(AskCheckpoint(self.view.members[0].worker_id, reason))
+
     def _meet_demand(self) -> None:
         """Open as many placement groups as workers are wanted, and let go of those that are not."""
         if self._stop_reason is not None:
@@ -591,7 +619,7 @@ class ControllerState:
         busy = () if self.change is None else self.change.participants
         cancelled = [w for w in demand.cancel if w in self.roster.pending]
         for worker_id in cancelled:
-            del self.roster.pending[worker_id]
+            self.roster.drop_pending(worker_id)
         if cancelled:
             self._out.append(CancelLaunch(tuple(cancelled), demand.reason))
         for worker_id in demand.cancel:
@@ -747,9 +775,7 @@ class ControllerState:
         self.losses.append(Loss(step=step, workers=lost, is_announced=is_announced))
 
     def _wait(self, incident: Incident, wait: Wait) -> None:
-        if wait.num_start and self.now_s >= self._launch_retry_s:
-            names = self.roster.name_new(wait.num_start, self.now_s)
-            self._out.append(LaunchWorkers(names, wait.reason))
+        self._meet_demand()
         self.phase = RunPhase.WAITING if wait.is_below_min else RunPhase.RECOVERING
         if not incident.is_waiting or incident.wait_reason != wait.reason:
             self._publish("waiting", reason=wait.reason, is_below_min=wait.is_below_min)

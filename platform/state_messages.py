@@ -39,6 +39,17 @@ class RunPhase(enum.Enum):
         return self in (RunPhase.FINISHED, RunPhase.STOPPED, RunPhase.FAILED)
 
 
+class Cause(enum.IntEnum):
+    """Why a view changes; the lower number goes first (V6)."""
+
+    FAILURE = 0
+    DRAIN = 1
+    REPLACE = 2
+    SCALE = 3
+    CAPACITY = 4
+    REBALANCE = 5
+
+
 class RecordKind(enum.Enum):
     """Kinds of journal records."""
 
@@ -83,6 +94,13 @@ class Timed:
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Tick(Timed):
     """Time has passed. Handed in after every round of polls, at least once a second."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class WorkerPlaced(Timed):
+    """A worker that was asked for has room, and its process starts."""
+
+    worker_id: str
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -144,10 +162,11 @@ class ScaleRequested(Timed):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DrainNotice(Timed):
-    """Workers will be gone in ``deadline_s``: their node is drained or they got a SIGTERM."""
+    """Workers will be gone in ``deadline_s``: their node is drained or they got a SIGTERM. Infinity: they stay until
+    new ones can replace them, as was asked. None: no deadline is known."""
 
     worker_ids: tuple[str, ...]
-    deadline_s: float
+    deadline_s: float | None
     reason: str
 
 
@@ -220,6 +239,7 @@ class Adopted(Timed):
 
 Event = (
     Tick
+    | WorkerPlaced
     | WorkerPrepared
     | LaunchFailed
     | StatusSeen
@@ -283,6 +303,14 @@ class AskStop:
 
 
 @dataclasses.dataclass(frozen=True)
+class AskCheckpoint:
+    """Ask one worker to raise the checkpoint flag in its header (S3)."""
+
+    worker_id: str
+    reason: str
+
+
+@dataclasses.dataclass(frozen=True)
 class KillWorker:
     """End a worker's process for certain and release its placement group. -> WorkerLost once that is confirmed, or
     after the lease where it cannot be (F2, F7)."""
@@ -329,6 +357,7 @@ Instruction = (
     | SendOrder
     | AskHoldings
     | AskStop
+    | AskCheckpoint
     | KillWorker
     | WriteJournal
     | WriteManifest
