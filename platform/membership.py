@@ -226,9 +226,12 @@ def _assign_ranks(base: View | None, members: Sequence[Candidate], replaced: Map
             slots[lost] = member
         else:
             joiners.append(member)
-    # Where ranks are closed up anyway, joiners take the last free ones, so that rank 0 stays on a survivor.
     free = [rank for rank, member in enumerate(slots) if member is None]
-    taken = free[max(0, len(free) - len(joiners)) :]
+    if len(free) > len(joiners):
+        # Ranks are closed up anyway: joiners take the last free ones behind a survivor, so that it becomes rank 0.
+        first = next((rank for rank, member in enumerate(slots) if member is not None), -1)
+        free = [rank for rank in free if rank > first][-len(joiners) :] if joiners else []
+    taken = free[: len(joiners)]
     for rank, member in zip(taken, joiners):
         slots[rank] = member
     filled = [rank for rank, member in enumerate(slots) if member is not None]
