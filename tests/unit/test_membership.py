@@ -209,7 +209,7 @@ def test_failover_moves_only_what_lost_its_owner(hosts, lost, num_new):
     plan = failover_view(base, 1, survivors + joiners, tables, SPEC, holders=holders, replaced=replaced)
     check_view(plan.view, survivors + joiners, tables, SPEC)
     heirs = {old: new for new, old in replaced.items()}
-    for table, block in BlockSet.of(base.placement and {t.name: range(t.num_blocks) for t in tables}):
+    for table, block in BlockSet.of({t.name: range(t.num_blocks) for t in tables}):
         before = base.members[base.placement[table][block]].worker_id
         after = plan.view.members[plan.view.placement[table][block]].worker_id
         if before in living:
