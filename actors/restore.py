@@ -117,11 +117,10 @@ def _check_counts(
     for number, spec in enumerate(tables):
         for block in owned.get(spec.name, ()):
             # With fewer blocks than when it was written several counts would have to be summed, with more, split.
-            num_rows, entry = expected.get((spec.name, block), (0, None))
-            if entry is None or entry.num_blocks != spec.num_blocks:
+            if (spec.name, block) not in expected:
                 continue
-            found = store.num_rows(number, block)
-            if found != num_rows:
+            num_rows, entry = expected[spec.name, block]
+            if entry.num_blocks == spec.num_blocks and (found := store.num_rows(number, block)) != num_rows:
                 raise CheckpointError(
                     f"{entry.folder} (table {spec.name!r}): row block {block} has {found} rows after loading, its "
                     f"manifest says {num_rows}"

@@ -242,8 +242,8 @@ def plan_collect(
             kept.add(str(info.name))
     frontier = list(kept)
     while frontier:
-        info = by_name.get(frontier.pop())
-        parent = info.parent if info is not None else None
+        found = by_name.get(frontier.pop())
+        parent = found.parent if found is not None else None
         if parent is not None and parent not in kept:
             kept.add(parent)
             frontier.append(parent)
