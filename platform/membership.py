@@ -20,7 +20,7 @@ from shoal.actors.messages import BlockSet, Member, View
 from shoal.kernels.errors import PlanError
 from shoal.kernels.spec import TableSpec
 from shoal.platform.buddies import plan_buddies
-from shoal.platform.placement import ShardingType, plan_placement, replan_placement, table_bytes
+from shoal.platform.placement import LEVEL_TOLERANCE, ShardingType, plan_placement, replan_placement, table_bytes
 
 
 class Candidate(Protocol):
@@ -178,18 +178,34 @@ def failover_view(
 
 
 def needs_rebalance(view: View, tables: Sequence[TableSpec], spec: ViewSpec) -> str | None:
-    """Why a planned view change with the same members would even things out; None where there is nothing to gain."""
+    """Why a planned view change with the same members would even things out; None where there is too little to gain.
+
+    Bytes count, not the number of blocks: the fullest worker has to lose LEVEL_TOLERANCE of the mean. So a placement
+    that somebody asked for is left alone unless it is lopsided. A buddy that should be another is always a reason.
+    """
     try:
-        plan = plan_view(view, view.epoch + 1, view.members, tables, spec)
+        plan = plan_view(view, view.epoch + 1, view.members, tables, spec).view
     except PlanError:
         return None
-    moves = plan.moves
-    if moves.num_owner_changes:
-        return f"{moves.num_owner_changes} row blocks are not where an even placement has them"
-    if plan.view.buddies != view.buddies:
-        moved = sum(a != b for a, b in zip(plan.view.buddies, view.buddies or (-1,) * view.world_size))
-        return f"{moved} ranks would have another buddy"
+    before, after = max(_loads(view, tables)), max(_loads(plan, tables))
+    mean = sum(_loads(view, tables)) / view.world_size
+    if before - after > LEVEL_TOLERANCE * mean:
+        return (
+            f"the fullest worker holds {before / mean:.2f} times the mean bytes of tables, {after / mean:.2f} would do"
+        )
+    if plan.buddies != view.buddies:
+        num_other = sum(a != b for a, b in zip(plan.buddies, view.buddies or (-1,) * view.world_size))
+        return f"copies of {num_other or view.world_size} workers belong elsewhere"
     return None
+
+
+def _loads(view: View, tables: Sequence[TableSpec]) -> list[int]:
+    """Bytes of tables that every rank owns, with every id touched."""
+    owned = [0] * view.world_size
+    for table in tables:
+        for rank in view.placement[table.name]:
+            owned[rank] += table_bytes(table) // table.num_blocks
+    return owned
 
 
 def count_moves(base: View, view: View, tables: Sequence[TableSpec]) -> Moves:
@@ -286,10 +302,7 @@ def _check_memory(view: View, tables: Sequence[TableSpec], spec: ViewSpec) -> No
     limit = spec.memory_bytes_per_worker
     if limit is None:
         return
-    owned = [0] * view.world_size
-    for table in tables:
-        for rank in view.placement[table.name]:
-            owned[rank] += table_bytes(table) // table.num_blocks
+    owned = _loads(view, tables)
     for rank in range(view.world_size):
         copies = sum(owned[ward] for ward, buddy in enumerate(view.buddies) if buddy == rank)
         if owned[rank] + copies > limit:
