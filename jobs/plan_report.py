@@ -15,6 +15,14 @@ from typing import Any
 
 from shoal.jobs.data_sample import DataSample
 from shoal.jobs.doctor import memory_bytes
+from shoal.jobs.plan_bytes import (
+    batch_bytes,
+    copies_held,
+    dense_bytes,
+    exchange_bytes,
+    snapshot_bytes,
+    version_bytes,
+)
 from shoal.jobs.progress import format_bytes
 from shoal.kernels.errors import PlanError
 from shoal.kernels.spec import ROW_DTYPE_BYTES, OptimizerKind, TableSpec
@@ -77,14 +85,29 @@ class WorkerPlan:
 
     tables_max: int
     tables_estimate: int
+    #: Copies of the rows of another worker.
+    copies_max: int
+    copies_estimate: int
+    #: Older versions of rows that changed since the last snapshots, and changes staged for another worker.
+    versions: int
     dense: int
     batches: int
     exchange: int
 
     @property
     def other(self) -> int:
-        """Everything but tables."""
-        return self.dense + self.batches + self.exchange + PROCESS_BYTES
+        """Everything but rows and their copies."""
+        return self.versions + self.dense + self.batches + self.exchange + PROCESS_BYTES
+
+    @property
+    def total_max(self) -> int:
+        """All of it, with every id touched."""
+        return self.tables_max + self.copies_max + self.other
+
+    @property
+    def total_estimate(self) -> int:
+        """All of it, with as many ids touched as the sample suggests."""
+        return self.tables_estimate + self.copies_estimate + self.other
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -102,12 +125,18 @@ class PlanReport:
     imbalance: float
     sample_rows: int
     total_rows: int
+    #: Whether workers keep copies for each other, and why or why not.
+    keeps_copies: bool
+    recovery_reason: str
     notes: tuple[str, ...]
+    #: Of an elastic job: the plan with as few workers as it may have, when each holds the most.
+    at_min: PlanReport | None = None
 
     def to_dict(self) -> dict[str, Any]:
         values = dataclasses.asdict(self)
         for table, plan in zip(values["tables"], self.tables):
             table |= {"row_bytes": plan.row_bytes, "bytes_max": plan.bytes_max}
+        values["at_min"] = self.at_min.to_dict() if self.at_min is not None else None
         return values
 
 
@@ -150,16 +179,33 @@ def make_report(
 ) -> PlanReport:
     """The plan from values. ``features``: table -> names of the features that read it; ``host_bytes``: memory of the
     one host that all workers share, or None. Raises PlanError when a worker cannot hold its part."""
-    world_size = max(1, config.scaling.max_workers)
+    scaling = config.scaling
+    sizes = [scaling.max_workers, scaling.min_workers] if scaling.is_elastic else [scaling.max_workers]
+    reports = [
+        _report_at(
+            config, size, specs, features, dense_parameters=dense_parameters, sample=sample, host_bytes=host_bytes
+        )
+        for size in sizes
+    ]
+    return dataclasses.replace(reports[0], at_min=reports[1] if scaling.is_elastic else None)
+
+
+def _report_at(
+    config: JobConfig,
+    num_workers: int,
+    specs: Sequence[TableSpec],
+    features: Mapping[str, Sequence[str]],
+    *,
+    dense_parameters: int,
+    sample: DataSample | None,
+    host_bytes: int | None,
+) -> PlanReport:
+    """The plan with exactly ``num_workers`` workers (0: this process)."""
+    world_size = max(1, num_workers)
     sharding = {
         spec.name: ShardingType.TABLE_WISE if config.tables.of(spec.name).is_table_wise else ShardingType.ROW_WISE
         for spec in specs
     }
-    other = [
-        _dense_bytes(config, dense_parameters),
-        _batch_bytes(config, world_size, sample),
-        _exchange_bytes(config, world_size, specs, features, sample),
-    ]
     limit, reason = _limit(config, world_size, host_bytes)
     configured = config.scaling.memory_per_worker
     loads = plan_placement(specs, world_size, sharding=sharding, memory_bytes_per_worker=configured)
@@ -167,11 +213,20 @@ def make_report(
         _table_plan(spec, load, tuple(features.get(spec.name, ())), _rows_estimate(spec, features, sample))
         for spec, load in zip(specs, loads)
     )
-    workers = tuple(_worker_plan(tables, rank, *other) for rank in range(world_size))
+    keeps_copies, recovery_reason = _copies(config, world_size, host_bytes)
+    changed = (
+        snapshot_bytes(config, specs, features, sample) if keeps_copies or _is_partial(config, num_workers) else {}
+    )
+    common = {
+        "dense": dense_bytes(config, dense_parameters),
+        "batches": batch_bytes(config, world_size, sample),
+        "exchange": exchange_bytes(config, world_size, specs, features, sample),
+    }
+    workers = _worker_plans(config, tables, world_size, changed, keeps_copies, common)
     mean = sum(worker.tables_max for worker in workers) / world_size
     report = PlanReport(
         job=config.run.name,
-        num_workers=config.scaling.max_workers,
+        num_workers=num_workers,
         tables=tables,
         workers=workers,
         limit_bytes=limit,
@@ -179,6 +234,8 @@ def make_report(
         imbalance=max(worker.tables_max for worker in workers) / mean if mean else 1.0,
         sample_rows=sample.rows if sample else 0,
         total_rows=sample.total_rows if sample else 0,
+        keeps_copies=keeps_copies,
+        recovery_reason=recovery_reason,
         notes=(),
     )
     _check_fits(report, is_estimate_enough=configured is None)
@@ -206,14 +263,55 @@ def _table_plan(spec: TableSpec, load: TableLoad, features: tuple[str, ...], row
     )
 
 
-def _worker_plan(tables: Sequence[TablePlan], rank: int, dense: int, batches: int, exchange: int) -> WorkerPlan:
-    return WorkerPlan(
-        tables_max=sum(table.bytes_per_worker[rank] for table in tables),
-        tables_estimate=sum(round(table.bytes_per_worker[rank] * table.estimate_share) for table in tables),
-        dense=dense,
-        batches=batches,
-        exchange=exchange,
+def _worker_plans(
+    config: JobConfig,
+    tables: Sequence[TablePlan],
+    world_size: int,
+    changed: Mapping[str, int],
+    keeps_copies: bool,
+    common: Mapping[str, int],
+) -> tuple[WorkerPlan, ...]:
+    """Every worker's rows, copies and versions; ``common`` holds what is the same for all."""
+    ranks = range(world_size)
+    rows_max = [sum(table.bytes_per_worker[rank] for table in tables) for rank in ranks]
+    rows_estimate = [
+        sum(round(table.bytes_per_worker[rank] * table.estimate_share) for table in tables) for rank in ranks
+    ]
+    parts = [
+        {t.name: t.bytes_per_worker[rank] / t.bytes_max for t in tables if t.name in changed and t.bytes_max}
+        for rank in ranks
+    ]
+    copies_max = copies_held(rows_max, keeps_copies=keeps_copies)
+    copies_estimate = copies_held(rows_estimate, keeps_copies=keeps_copies)
+    versions = version_bytes(config, parts, changed, keeps_copies=keeps_copies)
+    return tuple(
+        WorkerPlan(
+            tables_max=rows_max[rank],
+            tables_estimate=rows_estimate[rank],
+            copies_max=copies_max[rank],
+            copies_estimate=copies_estimate[rank],
+            versions=versions[rank],
+            **common,
+        )
+        for rank in ranks
     )
+
+
+def _copies(config: JobConfig, world_size: int, host_bytes: int | None) -> tuple[bool, str]:
+    """Whether workers keep copies for each other. How many hosts a cluster elsewhere has is not known here."""
+    recovery = config.run.failure.recovery
+    if world_size == 1:
+        return False, "a single worker has nobody to keep copies"
+    if recovery != "auto":
+        return recovery == "replicated", f"run.failure.recovery is {recovery}"
+    if host_bytes is not None:
+        return False, "run.failure.recovery auto keeps copies with two hosts or more, and this is one"
+    return True, "run.failure.recovery auto keeps copies with two hosts or more, which is assumed"
+
+
+def _is_partial(config: JobConfig, num_workers: int) -> bool:
+    """Whether snapshots are taken without copies."""
+    return config.run.failure.recovery == "partial" and num_workers > 1
 
 
 def _rows_estimate(spec: TableSpec, features: Mapping[str, Sequence[str]], sample: DataSample | None) -> int | None:
@@ -223,43 +321,6 @@ def _rows_estimate(spec: TableSpec, features: Mapping[str, Sequence[str]], sampl
         return None
     total = sum(sample.features[name].unique_of(sample.total_rows, sample.rows) for name in names)
     return min(total, spec.num_embeddings) if spec.num_embeddings else total
-
-
-def _dense_bytes(config: JobConfig, num_parameters: int) -> int:
-    """Parameters, gradients, the flat reduction buffer, and the optimizer's state."""
-    num_slots = {"sgd": 1 if config.train.dense_optimizer.momentum else 0, "adagrad": 1, "adam": 2, "adamw": 2}
-    return 4 * num_parameters * (3 + num_slots[config.train.dense_optimizer.kind])
-
-
-def _batch_bytes(config: JobConfig, world_size: int, sample: DataSample | None) -> int:
-    """Batches a worker holds: those prepared ahead, the one in use, and the lanes of two windows they are cut from."""
-    ids = sum(
-        sample.features[feature.name].ids_per_row if sample and feature.name in sample.features else 1.0
-        for feature in config.data.sparse
-    )
-    weighted = any(feature.weights_column for feature in config.data.sparse)
-    row_bytes = ids * (12 if weighted else 8) + 8 * len(config.data.sparse) + 4 * len(config.data.dense) + 8
-    rows = config.data.batch_size / world_size * (config.data.prefetch_batches + 2)
-    windows = 2 * min(config.data.window_rows, sample.total_rows if sample else config.data.window_rows) / world_size
-    return round((rows + windows) * row_bytes)
-
-
-def _exchange_bytes(
-    config: JobConfig,
-    world_size: int,
-    specs: Sequence[TableSpec],
-    features: Mapping[str, Sequence[str]],
-    sample: DataSample | None,
-) -> int:
-    """Send and receive buffers, two of each: ids and float32 rows of one step's distinct ids that live elsewhere."""
-    local_rows = math.ceil(config.data.batch_size / world_size)
-    total = 0
-    for spec in specs:
-        for name in features.get(spec.name, ()):
-            is_sampled = sample is not None and name in sample.features
-            unique = sample.features[name].unique_per_batch if sample and is_sampled else local_rows
-            total += unique * (8 + 4 * spec.embedding_dim)
-    return round(4 * total * (world_size - 1) / world_size)
 
 
 def _limit(config: JobConfig, world_size: int, host_bytes: int | None) -> tuple[int | None, str]:
@@ -282,7 +343,7 @@ def _check_fits(report: PlanReport, *, is_estimate_enough: bool) -> None:
     use_estimate = is_estimate_enough and report.sample_rows > 0
 
     def needed(worker: WorkerPlan) -> int:
-        return worker.other + (worker.tables_estimate if use_estimate else worker.tables_max)
+        return worker.total_estimate if use_estimate else worker.total_max
 
     full = [rank for rank, worker in enumerate(report.workers) if needed(worker) > report.limit_bytes]
     if not full:
@@ -296,7 +357,8 @@ def _check_fits(report: PlanReport, *, is_estimate_enough: bool) -> None:
     )
     raise PlanError(
         f"table {table.name!r} does not fit: worker {rank} needs {format_bytes(needed(report.workers[rank]))} "
-        f"({format_bytes(table.bytes_per_worker[rank])} of it for this table), all workers {format_bytes(total)}; "
+        f"({format_bytes(table.bytes_per_worker[rank])} of it for this table), all {report.num_workers} workers "
+        f"{format_bytes(total)}; "
         f"free for tables per worker: {free} ({report.limit_reason}). {_options(report, table)}"
     )
 
@@ -304,6 +366,8 @@ def _check_fits(report: PlanReport, *, is_estimate_enough: bool) -> None:
 def _options(report: PlanReport, table: TablePlan) -> str:
     options = [f"add workers (now {report.num_workers})", "raise scaling.memory_per_worker or use larger nodes"]
     where = f"tables.overrides.{table.name}"
+    if report.keeps_copies:
+        options.append("set run.failure.recovery to checkpoint, which keeps no copies")
     if table.sharding == "table_wise":
         options.append(f"set {where}.sharding_type to row_wise")
     if table.data_type == "fp32":
@@ -320,7 +384,7 @@ def _options(report: PlanReport, table: TablePlan) -> str:
 
 def _notes(report: PlanReport, specs: Sequence[TableSpec]) -> list[str]:
     notes = []
-    largest = max(worker.tables_max + worker.other for worker in report.workers)
+    largest = max(worker.total_max for worker in report.workers)
     if report.limit_bytes is not None and largest > report.limit_bytes:
         notes.append("it fits as long as the touched rows stay near the estimate; with every id it would not")
     if report.sample_rows:
@@ -331,6 +395,8 @@ def _notes(report: PlanReport, specs: Sequence[TableSpec]) -> list[str]:
     notes.append(
         f"while a checkpoint is written, old versions of changed rows take at most {format_bytes(touched)} more"
     )
+    if report.keeps_copies:
+        notes.append("versions are for snapshots every run.failure.protect_every_steps; fewer steps need less")
     if report.imbalance > 1.2 and report.num_workers > 1:
         notes.append("table bytes are uneven; row_wise tables with more blocks spread better")
     return notes

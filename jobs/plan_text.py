@@ -31,23 +31,35 @@ def format_report(report: PlanReport) -> str:
     ]
     lines += table_lines(rows, header, right=_NUMBERS)
     lines += ["", "(row: weights + optimizer + metadata; touched: estimated from a sample, bytes: with every id)", ""]
-    header = ["worker", "tables", "touched", "dense", "batches", "exchange", "process", "total at most"]
+    lines += _worker_lines(report)
+    lines += ["", f"imbalance: the fullest worker holds {report.imbalance:.2f}x the mean of table bytes"]
+    shown = "not known here" if report.limit_bytes is None else format_bytes(report.limit_bytes)
+    lines.append(f"limit per worker: {shown} ({report.limit_reason})")
+    lines.append(f"copies: {'yes' if report.keeps_copies else 'no'} ({report.recovery_reason})")
+    lines += [f"note: {note}" for note in report.notes]
+    if report.at_min is not None:
+        smaller = report.at_min
+        lines += ["", f"with as few workers as the job may have ({smaller.num_workers}):", ""]
+        lines += _worker_lines(smaller)
+        lines += [f"note: {note}" for note in smaller.notes if note not in report.notes]
+    return "\n".join(lines)
+
+
+def _worker_lines(report: PlanReport) -> list[str]:
+    header = ["worker", "tables", "touched", "copies", "versions", "dense", "batches", "exchange", "process", "at most"]
     rows = [
         [
             str(rank),
             format_bytes(worker.tables_max),
             format_bytes(worker.tables_estimate) if report.sample_rows else "?",
+            format_bytes(worker.copies_max),
+            format_bytes(worker.versions),
             format_bytes(worker.dense),
             format_bytes(worker.batches),
             format_bytes(worker.exchange),
             format_bytes(PROCESS_BYTES),
-            format_bytes(worker.tables_max + worker.other),
+            format_bytes(worker.total_max),
         ]
         for rank, worker in enumerate(report.workers)
     ]
-    lines += table_lines(rows, header, right=_NUMBERS)
-    lines += ["", f"imbalance: the fullest worker holds {report.imbalance:.2f}x the mean of table bytes"]
-    shown = "not known here" if report.limit_bytes is None else format_bytes(report.limit_bytes)
-    lines.append(f"limit per worker: {shown} ({report.limit_reason})")
-    lines += [f"note: {note}" for note in report.notes]
-    return "\n".join(lines)
+    return table_lines(rows, header, right=_NUMBERS)

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shoal.kernels.errors import ConfigError
-from shoal.platform.config import JobConfig, ModelConfig, RunConfig, ScalingConfig, TrainConfig
+from shoal.platform.config import FailureConfig, JobConfig, ModelConfig, RunConfig, ScalingConfig, TrainConfig
 from shoal.platform.config_file import dump_config, load_config, parse_config, plain_scalar, read_provenance
 from shoal.platform.secrets import redact, redact_tree, reveal
 
@@ -228,12 +228,41 @@ _VALUES = st.recursive(_SCALARS | _TRICKY, lambda x: st.lists(x, max_size=3) | s
     lr=st.floats(0, 1e6),
     seed=st.integers(0, 2**63 - 1),
     memory=st.none() | st.integers(0, 2**50),
+    workers=st.integers(0, 9) | st.tuples(st.integers(1, 4), st.integers(4, 9)),
+    failure=st.builds(
+        FailureConfig,
+        max_failures=st.integers(-1, 5),
+        recovery=st.sampled_from(["auto", "replicated", "checkpoint", "partial"]),
+        on_loss=st.sampled_from(["auto", "shrink", "replace"]),
+        replace_timeout_s=st.floats(0, 100),
+        version_bytes_max=st.none() | st.integers(1, 2**40),
+    ),
 )
-def test_dump_reads_back_to_an_equal_job(args, lr, seed, memory):
+def test_dump_reads_back_to_an_equal_job(args, lr, seed, memory, workers, failure):
     config = JobConfig(
         model=ModelConfig(factory="a:b", args=args),
         train=TrainConfig(lr=lr, seed=seed),
-        scaling=ScalingConfig(memory_per_worker=memory),
-        run=RunConfig(name="r"),
+        scaling=ScalingConfig(memory_per_worker=memory, num_workers=workers),
+        run=RunConfig(name="r", failure=failure),
     )
     assert parse_config(dump_config(config)) == config
+
+
+def test_an_elastic_job_is_read_with_its_units():
+    text = """
+scaling:
+  num_workers: [2, 4]
+run:
+  name: r
+  failure:
+    on_loss: standby
+    num_standby: 1
+    version_bytes_max: 2GiB
+    copy_rate_limit_bytes_per_s: 200MB
+"""
+    config = parse_config(text)
+    assert (config.scaling.min_workers, config.scaling.max_workers) == (2, 4)
+    assert config.run.failure.version_bytes_max == 2 << 30
+    assert config.run.failure.copy_rate_limit_bytes_per_s == 200_000_000
+    assert "lease_s <= controller_lease_s <= orphan_s must hold" in error_of(text + "    orphan_s: 1\n")
+    assert "did you mean 'on_loss'" in error_of("run:\n  failure:\n    on_los: shrink\n")

@@ -63,7 +63,8 @@ def test_schema_accepts_resolved_jobs(validator):
         {},
         {"model": "a.b:c"},
         {"data": {"train": "x.parquet", "sparse": ["user", {"name": "item"}]}},
-        {"scaling": {"memory_per_worker": "8GiB", "num_workers": [2, 2]}},
+        {"scaling": {"memory_per_worker": "8GiB", "num_workers": [2, 4]}},
+        {"run": {"failure": {"on_loss": "standby", "num_standby": 1, "version_bytes_max": "1GiB"}}},
         {"run": {"resume": "must", "checkpoint": {"rate_limit_bytes_per_s": "200MB"}}},
     ],
 )
@@ -83,6 +84,8 @@ def test_schema_accepts_short_forms(validator, job):
         {"train": {"sparse_optimizer": {"betas": [0.9]}}},
         {"scaling": {"memory_per_worker": "8 gigs"}},
         {"run": {"resume": "perhaps"}},
+        {"run": {"failure": {"recovery": "hope"}}},
+        {"run": {"failure": {"max_failures": -2}}},
     ],
 )
 def test_schema_refuses_what_loading_refuses(validator, job):

@@ -18,6 +18,7 @@ from shoal.kernels.errors import PlanError
 from shoal.kernels.schema import Schema, SparseColumn
 from shoal.platform.config import (
     DataConfig,
+    FailureConfig,
     JobConfig,
     OptimizerConfig,
     RunConfig,
@@ -31,10 +32,17 @@ GIB = 1 << 30
 
 
 def report_of(
-    *, num_workers=2, memory=None, host_bytes=64 * GIB, sizes=(10_000_000, 1000), sample=None, optimizer=None
+    *,
+    num_workers=2,
+    memory=None,
+    host_bytes=64 * GIB,
+    sizes=(10_000_000, 1000),
+    sample=None,
+    optimizer=None,
+    failure=None,
 ) -> PlanReport:
     config = JobConfig(
-        run=RunConfig(name="r"),
+        run=RunConfig(name="r", failure=failure or FailureConfig()),
         data=DataConfig(sparse=["f0", "f1"], batch_size=1000, prefetch_batches=2, window_rows=1000),
         scaling=ScalingConfig(num_workers=num_workers, memory_per_worker=memory),
         train=TrainConfig(sparse_optimizer=OptimizerConfig(kind=optimizer)),
@@ -95,6 +103,51 @@ def test_dense_batches_and_exchange_are_counted():
     assert two.workers[0].exchange == 2 * 500 * (8 + 64) * 4 // 2
     # Four batches of 500 rows and two windows of 1,000 between two workers: two ids, offsets, label and weight.
     assert two.workers[0].batches == (4 * 500 + 1000) * (2 * 8 + 2 * 8 + 8)
+
+
+def test_copies_and_versions_are_counted_where_workers_keep_copies():
+    here = report_of(num_workers=2)
+    assert not here.keeps_copies and here.workers[0].copies_max == here.workers[0].versions == 0
+    assert "this is one" in here.recovery_reason
+    kept = report_of(num_workers=2, failure=FailureConfig(recovery="replicated", protect_every_steps=10))
+    first, second = kept.workers
+    assert kept.keeps_copies and (first.copies_max, second.copies_max) == (second.tables_max, first.tables_max)
+    # 10 steps of 1,000 rows change 10,000 rows of t0, half of them here, and all 1,000 of t1, on one worker: two
+    # versions of one's own and one staged for the other, 100 bytes a row.
+    owns_t1 = [bool(n) for n in kept.tables[1].bytes_per_worker]
+    own = [(5000 + 1000 * has) * 100 for has in owns_t1]
+    assert [first.versions, second.versions] == [2 * own[0] + own[1], 2 * own[1] + own[0]]
+    assert first.total_max == first.tables_max + first.copies_max + first.other
+    elsewhere = report_of(num_workers=2, host_bytes=None)
+    assert elsewhere.keeps_copies and "assumed" in elsewhere.recovery_reason
+    assert not report_of(num_workers=1, host_bytes=None).keeps_copies
+
+
+def test_versions_stay_within_their_limit_and_partial_recovery_has_them_without_copies():
+    limited = report_of(failure=FailureConfig(recovery="partial", protect_every_steps=10, version_bytes_max=1000))
+    assert [worker.versions for worker in limited.workers] == [1000, 1000]
+    assert limited.workers[0].copies_max == 0
+    sampled = report_of(failure=FailureConfig(recovery="partial"), sample=sample_of(unique=500))
+    assert sampled.workers[0].versions < 2 * 1000 * 100
+
+
+def test_copies_that_do_not_fit_are_refused_with_the_way_out():
+    with pytest.raises(PlanError, match=r"run\.failure\.recovery to checkpoint"):
+        report_of(memory=GIB + PROCESS_BYTES, sizes=(15_000_000, 10), failure=FailureConfig(recovery="replicated"))
+    assert report_of(memory=GIB + PROCESS_BYTES, sizes=(15_000_000, 10)).limit_bytes
+
+
+def test_an_elastic_job_is_planned_at_both_sizes_and_has_to_fit_at_the_smaller():
+    report = report_of(num_workers=(2, 4))
+    assert report.num_workers == 4 and report.at_min is not None and report.at_min.num_workers == 2
+    assert report.at_min.workers[0].tables_max > report.workers[0].tables_max
+    assert report.at_min == report_of(num_workers=2)
+    text = format_report(report)
+    assert "4 workers" in text and "as few workers as the job may have (2)" in text
+    assert report.to_dict()["at_min"]["tables"][0]["row_bytes"] == 100
+    assert report_of(num_workers=2).to_dict()["at_min"] is None
+    with pytest.raises(PlanError, match="all 2 workers"):
+        report_of(num_workers=(2, 4), memory=GIB, sizes=(15_000_000, 1000))
 
 
 # Row 55 of the list of faults: refused with the table, the bytes needed, the bytes free, and the options.
