@@ -90,13 +90,17 @@ class DenseReplica:
             self._ranges[name] = (offset, end)
             offset = end
         self._flat_parameter: nn.Parameter | None = None
-        self.optimizer: torch.optim.Optimizer | None = None
         if total and isinstance(optimizer, DenseOptimizerSpec):
             self._flat_parameter = nn.Parameter(self.flat)
             self._flat_parameter.grad = self.grad
-            self.optimizer = optimizer.build([self._flat_parameter])
-        elif total:
-            self.optimizer = optimizer([p for _, p in self._named])  # type: ignore[operator]
+        self._optimizer_spec = optimizer
+        self.optimizer = self._build_optimizer()
+
+    def _build_optimizer(self) -> torch.optim.Optimizer | None:
+        """A fresh optimizer over the parameters; None where there are none."""
+        if self._flat_parameter is not None:
+            return self._optimizer_spec.build([self._flat_parameter])  # type: ignore[union-attr]
+        return self._optimizer_spec([p for _, p in self._named]) if self._named else None  # type: ignore[operator]
 
     @property
     def num_parameters(self) -> int:
@@ -156,6 +160,14 @@ class DenseReplica:
         for parameter, saved_state in zip(self._optimized(), snapshot.optimizer):
             copies = {k: v.clone() if isinstance(v, Tensor) else v for k, v in saved_state.items()}
             self.optimizer.state[parameter] = copies  # type: ignore[union-attr]
+
+    def start_over(self, fresh: nn.Module) -> None:
+        """Parameters and buffers as in ``fresh``, another instance of the model, and a new optimizer."""
+        values = {**dict(fresh.named_parameters()), **dict(fresh.named_buffers())}
+        with torch.no_grad():
+            for name, target in [*((n, p.data) for n, p in self._named), *self.model.named_buffers()]:
+                target.copy_(values[name])
+        self.optimizer = self._build_optimizer()
 
     def checksum(self) -> int:
         """Hash of parameters and optimizer state: equal on all ranks that hold the same dense state (V4).

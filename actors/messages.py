@@ -52,9 +52,7 @@ class BlockSet:
 
     def _joined(self, other: BlockSet, join: Callable[[set[int], set[int]], set[int]]) -> BlockSet:
         mine, theirs = self.as_dict(), other.as_dict()
-        return BlockSet.of(
-            {t: join(set(mine.get(t, ())), set(theirs.get(t, ()))) for t in mine.keys() | theirs.keys()}
-        )
+        return BlockSet.of({t: join(set(mine.get(t, ())), set(theirs.get(t, ()))) for t in mine.keys() | theirs.keys()})
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

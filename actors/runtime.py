@@ -29,7 +29,7 @@ from ray.util.placement_group import (
 )
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
-from shoal.actors.messages import Order, Start, WorkerInfo, WorkerPoll
+from shoal.actors.messages import Holdings, Order, WorkerInfo, WorkerPoll
 from shoal.actors.worker import Worker, WorkerSpec
 
 logger = logging.getLogger(__name__)
@@ -268,10 +268,13 @@ class WorkerActor:
             return self._info
 
     def order(self, order: Order) -> None:
-        if isinstance(order, Start):
-            rank = order.view.rank_of(self._worker.worker_id)
-            assert rank is not None
-            self._worker.start(order.view, rank, order.restore)
+        """Queue an order; returns at once."""
+        self._worker.order(order)
+
+    @ray.method(concurrency_group=QUICK)
+    def holdings(self) -> Holdings:
+        """What this worker can bring into a recovered view."""
+        return self._worker.holdings()
 
     @ray.method(concurrency_group=QUICK)
     def poll(self) -> WorkerPoll:

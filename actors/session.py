@@ -137,6 +137,10 @@ class Session:
         for _, module in self.model_tables.collections:
             module.detach()
 
+    def abandon(self) -> None:
+        """Forget the lookups of a step that will not end: its view is left."""
+        self._discard_rounds()
+
     # ---- a step ---------------------------------------------------------------------------------------------------
 
     def begin(

@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from shoal.actors.datafile import METRICS_PREFIX, FileEntry, PlannedFile
-from shoal.actors.messages import View
+from shoal.actors.messages import BlockSet
 from shoal.actors.restore import load_rows, read_dense
 from shoal.kernels.rowstore import RowStore
 from shoal.kernels.spec import TableSpec
@@ -27,23 +27,35 @@ class Restore:
 
 
 class ShardHost:
-    """The row store of one rank, filled with the row blocks the view gives it."""
+    """The row store of one worker, filled with the row blocks that views and checkpoints give it."""
 
-    def __init__(self, tables: Sequence[TableSpec], view: View, rank: int, *, num_threads: int) -> None:
+    def __init__(self, tables: Sequence[TableSpec], *, num_threads: int, version_bytes_max: int | None = None) -> None:
         self.tables = tuple(tables)
-        self.rank = rank
-        # No undo log: a failed step ends the run, and a skipped one never reaches the rows.
-        self.store = RowStore(self.tables, num_threads=num_threads, undo_steps=0)
-        self.owned: dict[str, tuple[int, ...]] = {}
-        for index, table in enumerate(self.tables):
-            blocks = tuple(b for b, owner in enumerate(view.placement[table.name]) if owner == rank)
-            for block in blocks:
-                self.store.add_block(index, block)
-            self.owned[table.name] = blocks
+        # No undo log: a recovery rolls back to a snapshot's cut, and a skipped step never reaches the rows.
+        self.store = RowStore(self.tables, num_threads=num_threads, undo_steps=0, version_bytes_max=version_bytes_max)
+        #: Table name -> row blocks owned in the current view; replaced, never changed.
+        self.owned: Mapping[str, tuple[int, ...]] = {}
+
+    def assign(self, blocks: BlockSet) -> None:
+        """Own exactly ``blocks``. Blocks that are not in the store yet begin without rows; none is dropped."""
+        owned = blocks.as_dict()
+        self.owned = {table.name: owned.get(table.name, ()) for table in self.tables}
+        for number, table in enumerate(self.tables):
+            for block in self.owned[table.name]:
+                self.store.add_block(number, block)
+
+    def num_rows(self) -> int:
+        """Rows of the blocks it owns."""
+        return self.store.num_rows()
+
+    def restore_rows(self, restore: Restore, storage: Any, blocks: Mapping[str, Sequence[int]] | None = None) -> None:
+        """Replace the rows of ``blocks`` (all it owns by default) by those of the checkpoint."""
+        blocks = self.owned if blocks is None else blocks
+        load_rows(self.store, self.tables, blocks, restore.parts, storage)
 
     def restore(self, restore: Restore, storage: Any) -> tuple[dict[str, Tensor], dict[str, Tensor], Mapping[str, Any]]:
         """Load this rank's rows; returns (dense state tensors, metric state tensors, metadata) of the checkpoint."""
-        load_rows(self.store, self.tables, self.owned, restore.parts, storage)
+        self.restore_rows(restore, storage)
         tensors, metadata = read_dense(storage, restore.directory, restore.dense)
         metrics = {name[len(METRICS_PREFIX) :]: t for name, t in tensors.items() if name.startswith(METRICS_PREFIX)}
         return {name: t for name, t in tensors.items() if not name.startswith(METRICS_PREFIX)}, metrics, metadata

@@ -134,7 +134,7 @@ class Trainer:
         self._window = StepWindow()
         self.is_stopped = False
         # What a resumed run starts from is saved already.
-        self._last_checkpoint = start_step if start_step else -1
+        self.last_checkpoint = start_step if start_step else -1
 
     @property
     def rank(self) -> int:
@@ -184,7 +184,7 @@ class Trainer:
 
     def finish(self) -> dict[str, Any]:
         """The last checkpoint and evaluation; returns the summary of the run."""
-        if (self.spec.checkpoint_at_end or self.is_stopped) and self._last_checkpoint != self.step:
+        if (self.spec.checkpoint_at_end or self.is_stopped) and self.last_checkpoint != self.step:
             self._checkpoint(self.step)
         if self.spec.eval_steps and not self.is_stopped:
             self.evaluate()
@@ -212,7 +212,7 @@ class Trainer:
             metrics=self.metrics.copy(),
             num_samples=self.num_samples,
             skipped_steps=self.skipped_steps,
-            last_checkpoint=self._last_checkpoint,
+            last_checkpoint=self.last_checkpoint,
         )
 
     def roll_back(self, snapshot: TrainerSnapshot) -> None:
@@ -221,7 +221,16 @@ class Trainer:
         self.dense.roll_back(snapshot.dense)
         self.metrics = snapshot.metrics.copy()
         self.num_samples, self.skipped_steps = snapshot.num_samples, snapshot.skipped_steps
-        self._last_checkpoint = snapshot.last_checkpoint
+        self.last_checkpoint = snapshot.last_checkpoint
+        self.is_stopped = False
+        self._window.restart()
+
+    def start_over(self, fresh: nn.Module) -> None:
+        """Back to step 0, with the dense state of ``fresh``: a recovery of a run that has no checkpoint yet."""
+        self.dense.start_over(fresh)
+        self.metrics.reset()
+        self.step = self.num_samples = self.skipped_steps = 0
+        self.last_checkpoint = -1
         self.is_stopped = False
         self._window.restart()
 
@@ -368,7 +377,7 @@ class Trainer:
         self._on_phase(WorkerPhase.CHECKPOINTING, step)
         self._before_checkpoint()
         self.session.close(step, self.spec.checkpoint_timeout_s)
-        self._last_checkpoint = step
+        self.last_checkpoint = step
         merged, _ = self._merge(self.metrics, ())
         if merged is not None:
             self.metrics = merged

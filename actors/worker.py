@@ -1,8 +1,9 @@
-"""Worker: one rank's process state: model, shards, feed and step loop. A plain class; ``runtime`` makes it an actor.
+"""Worker: one rank's process: model, shards, feed and step loop. A plain class; ``runtime`` makes it an actor.
 
-The controller drives it with four calls: ``prepare`` (build the model), ``start`` (join a view, restore, train in a
-thread of its own), ``poll`` (status and what has happened; also the sign that the controller is alive) and ``request``
-(raise a flag). The step loop itself never calls anybody.
+The controller calls ``prepare`` (build the model), ``order`` (join, prepare, cut over, recover, leave), ``poll``
+(status and what has happened; also the sign that the controller is alive), ``holdings`` and ``request`` (raise a flag).
+Orders only enter an inbox: the step loop's thread asks ``protocol.WorkerState`` what follows from them and does it
+(``view_changes``). The step loop itself never calls anybody.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import dataclasses
 import hashlib
 import logging
 import os
+import queue
 import socket
 import threading
 import time
@@ -21,27 +23,40 @@ from typing import Any
 import torch
 from torch import nn
 
+from shoal.actors import protocol_messages as pm
 from shoal.actors.dense import DenseOptimizerSpec, DenseReplica
 from shoal.actors.embedding import lazy_tables
-from shoal.actors.feed import BatchSource
-from shoal.actors.groups import Groups, GroupSpec, form, run_hash
-from shoal.actors.messages import Progress, SnapshotPart, View, WorkerInfo, WorkerPhase, WorkerPoll, WorkerStatus
+from shoal.actors.failures import describe_failure, is_peer_trouble
+from shoal.actors.feed import Assignment, BatchSource
+from shoal.actors.messages import (
+    Holdings,
+    Leave,
+    Order,
+    Progress,
+    SnapshotPart,
+    Start,
+    View,
+    WorkerInfo,
+    WorkerPhase,
+    WorkerPoll,
+    WorkerStatus,
+)
+from shoal.actors.open_view import OpenOptions
+from shoal.actors.protocol import WorkerRules, WorkerState
+from shoal.actors.replication import Replicator
 from shoal.actors.session import Session
 from shoal.actors.shard_host import Restore, ShardHost
 from shoal.actors.sharded import describe_model
 from shoal.actors.snapshot_writer import SnapshotWriter
 from shoal.actors.trainer import LearningRates, LoopSpec, Trainer
-from shoal.kernels import errors
-from shoal.kernels.errors import DataError, PeerError, RowError, ShoalError
-from shoal.kernels.exchange import Exchange
-from shoal.kernels.frame import Flag, Identity
-from shoal.kernels.plan import StepPlan
+from shoal.actors.view_changes import ChangeOptions, ViewChanges
+from shoal.kernels.frame import Flag
 from shoal.kernels.spec import IdPolicy, TableSpec
 from shoal.kernels.tables import BaseEmbeddingConfig
 
 logger = logging.getLogger(__name__)
 
-_PORTABLE = frozenset(c for c in vars(errors).values() if isinstance(c, type) and issubclass(c, errors.ShoalError))
+_NEVER_S = 1e12
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -52,6 +67,29 @@ class Seat:
     world_size: int
     shares: tuple[float, ...]
     start_step: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ElasticSpec:
+    """How a worker takes part in view changes and recoveries; None in its WorkerSpec: its world never changes."""
+
+    #: Steps between snapshots whose changes go to the buddies (F3); None: only while a view change is prepared.
+    protect_every_steps: int | None = 50
+    #: Take them in views without buddies too (partial recovery).
+    has_local_snapshots: bool = False
+    #: Bytes per second that copies may take while training goes on; 0: unlimited.
+    copy_bytes_per_s: float = 0.0
+    #: V2: rounds of changes before it is decided whether a view change is worth its pause, and how long that may be.
+    copy_rounds_max: int = 8
+    pause_max_s: float = 2.0
+    #: Forming the groups of a view, and what a cutover or a recovery copies.
+    form_timeout_s: float = 30.0
+    copy_timeout_s: float = 60.0
+    #: F7, F8: without a poll for this long all ranks park at one named step and write nothing; for that long, it ends.
+    lease_s: float = 60.0
+    orphan_s: float = 300.0
+    #: Bound on the bytes of saved row versions (C3); None: unbounded.
+    version_bytes_max: int | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -79,6 +117,7 @@ class WorkerSpec:
     checkpoint_timeout_s: float = 3600.0
     #: How long a feed may take for a batch.
     feed_timeout_s: float = 300.0
+    elastic: ElasticSpec | None = None
 
 
 class Worker:
@@ -87,9 +126,9 @@ class Worker:
     def __init__(self, worker_id: str, spec: WorkerSpec) -> None:
         self.worker_id = worker_id
         self.spec = spec
-        #: Set once the worker has joined a view; readable after the loop has ended.
-        self.trainer: Trainer | None = None
+        #: Set by ``prepare``.
         self.shards: ShardHost | None = None
+        self.changes: ViewChanges | None = None
         self._lock = threading.Lock()
         self._records: list[Progress] = []
         self._parts: list[SnapshotPart] = []
@@ -98,32 +137,96 @@ class Worker:
         self._failure: BaseException | None = None
         self._is_origin = False
         self._phase, self._step, self._since = WorkerPhase.STARTING, 0, time.monotonic()
-        self._rank, self._epoch = -1, -1
-        self._address = ""
         self._requested = Flag(0)
+        self._inbox: queue.SimpleQueue[pm.News] = queue.SimpleQueue()
+        self._raised = Flag(0)
+        self._control = 0
         self._thread: threading.Thread | None = None
-        self._groups: Groups | None = None
-        self._session: Session | None = None
-        self._feed: BatchSource | None = None
+        self._is_over = threading.Event()
+        self._replicator: Replicator | None = None
         self._writer: SnapshotWriter | None = None
+        self._state: WorkerState | None = None
+        self._silence_told = False
         self.last_contact = time.monotonic()
+
+    @property
+    def trainer(self) -> Trainer | None:
+        """The training state, once the worker has joined a view; readable after the loop has ended."""
+        return None if self.changes is None else self.changes.trainer
 
     # ---- what the controller calls --------------------------------------------------------------------------------
 
     def prepare(self, host: str | None = None, address: str = "") -> WorkerInfo:
-        """Build the model (tables take no memory yet) and describe it.
+        """Build the model (tables take no memory yet), start the step loop's thread, and describe the worker.
 
         Args:
             host: the network locality this worker is on; by default the machine's name.
             address: where workers of other hosts reach this one; by default Gloo's own choice.
         """
-        self._address = address
-        torch.set_num_threads(self.spec.num_threads)
+        spec = self.spec
+        torch.set_num_threads(spec.num_threads)
+        self.model = self._build_model()
+        self.model_tables = describe_model(self.model, spec.make_table, spec.policies)
+        self.host = host or socket.gethostname()
+        elastic = spec.elastic
+        self.shards = ShardHost(
+            self.model_tables.tables,
+            num_threads=spec.num_threads,
+            version_bytes_max=None if elastic is None else elastic.version_bytes_max,
+        )
+        if elastic is not None:
+            self._replicator = Replicator(
+                self.worker_id,
+                spec.run,
+                self.shards.store,
+                self.model_tables.tables,
+                bind_address=address or "127.0.0.1",
+                bytes_per_s=elastic.copy_bytes_per_s,
+                timeout_s=spec.op_timeout_s,
+                rounds_max=elastic.copy_rounds_max,
+                pause_max_s=elastic.pause_max_s,
+            )
+        self.changes = ViewChanges(
+            self.worker_id,
+            self.shards,
+            self.model_tables,
+            self._replicator,
+            make_trainer=self._make_trainer,
+            build_model=self._build_model,
+            storage=spec.storage,
+            open_options=OpenOptions(
+                num_threads=spec.num_threads, op_timeout_s=spec.op_timeout_s, bind_address=address
+            ),
+            options=ChangeOptions(
+                form_timeout_s=elastic.form_timeout_s if elastic else spec.start_timeout_s,
+                copy_timeout_s=elastic.copy_timeout_s if elastic else spec.op_timeout_s,
+                start_timeout_s=spec.start_timeout_s,
+                has_local_snapshots=elastic is not None and elastic.has_local_snapshots,
+            ),
+            tell=self._inbox.put,
+        )
+        self._state = WorkerState(
+            self.worker_id,
+            WorkerRules(
+                total_steps=spec.loop.total_steps,
+                snapshot_every_steps=None if elastic is None else elastic.protect_every_steps,
+                has_local_snapshots=elastic is not None and elastic.has_local_snapshots,
+                lease_s=_NEVER_S if elastic is None else elastic.lease_s,
+                orphan_s=2 * _NEVER_S if elastic is None else elastic.orphan_s,
+            ),
+        )
+        info = self._describe()
+        self._thread = threading.Thread(target=self._run, name=f"step-loop-{self.worker_id}", daemon=True)
+        self._thread.start()
+        return info
+
+    def _build_model(self) -> nn.Module:
+        """The model with its initial values; the same on all workers."""
         torch.manual_seed(self.spec.loop.seed)
         with lazy_tables():
-            self.model = self.spec.build_model()
-        self.model_tables = describe_model(self.model, self.spec.make_table, self.spec.policies)
-        self.host = host or socket.gethostname()
+            return self.spec.build_model()
+
+    def _describe(self) -> WorkerInfo:
         dense = [(name, tuple(p.shape), str(p.dtype)) for name, p in self.model.named_parameters()]
         # Values too: a factory that draws from numpy's generator builds another model in each process.
         values = hashlib.blake2b(digest_size=8)
@@ -138,33 +241,49 @@ class Worker:
             tables=self.model_tables.tables,
             model_hash=int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little"),
             dense_parameters=sum(p.numel() for p in self.model.parameters()),
+            address="" if self._replicator is None else self._replicator.address,
         )
 
-    def start(self, view: View, rank: int, restore: Restore | None = None) -> None:
-        """Join ``view`` as ``rank`` and train in a thread; returns at once."""
-        self._rank, self._epoch = rank, view.epoch
-        self._thread = threading.Thread(target=self._run, args=(view, restore), name=f"step-loop-{rank}", daemon=True)
-        self._thread.start()
+    def order(self, order: Order) -> None:
+        """Take an order; returns at once. Orders may come again, late or out of order."""
+        self._inbox.put(pm.OrderArrived(order))
+        state, changes = self._state, self.changes
+        if state is not None and changes is not None and state.is_urgent(order):
+            changes.abort_exchange(f"order {type(order).__name__}")
+
+    def start(self, view: View, restore: Restore | None = None) -> None:
+        """Join the run's first view; returns at once."""
+        self.order(Start(view=view, restore=restore))
 
     def poll(self) -> WorkerPoll:
         """Status, and the records and checkpoint parts since the last poll."""
         self.last_contact = time.monotonic()
-        writer = self._writer
+        writer, changes, replicator = self._writer, self.changes, self._replicator
         # Asked before the parts are taken: a part delivered in between is then in this poll.
         is_saving = writer is not None and writer.is_writing
+        view = None if changes is None else changes.view
+        preparation = None if changes is None else changes.preparation
         with self._lock:
             records, self._records = tuple(self._records), []
             parts, self._parts = tuple(self._parts), []
+            rank = None if view is None else view.rank_of(self.worker_id)
             status = WorkerStatus(
                 worker_id=self.worker_id,
-                rank=self._rank,
-                epoch=self._epoch,
+                rank=-1 if rank is None else rank,
+                epoch=-1 if view is None else view.epoch,
                 step=self._step,
                 phase=self._phase,
                 since_s=time.monotonic() - self._since,
                 pid=os.getpid(),
                 host=getattr(self, "host", ""),
-                error=self._error,
+                error=self._error or (self._state.reason if self._state is not None and self._state.reason else None),
+                unreachable=() if self._state is None else self._state.unreachable,
+                protected=-1 if changes is None else changes.protected,
+                unprotected_bytes=0 if replicator is None else replicator.unprotected_bytes,
+                rows=0 if self.shards is None else self.shards.num_rows(),
+                preparing=-1 if preparation is None else preparation.view.epoch,
+                prepare=None if preparation is None else preparation.progress(),
+                timings={} if changes is None else dict(changes.timings),
             )
             return WorkerPoll(
                 status=status,
@@ -176,6 +295,11 @@ class Worker:
                 is_saving=is_saving,
             )
 
+    def holdings(self) -> Holdings:
+        """What this worker can bring into a recovered view, and the view it knows (F4, F8)."""
+        assert self.changes is not None
+        return self.changes.holdings()
+
     def request(self, flags: int) -> None:
         """Raise flags in the next step's header (S3)."""
         self._requested |= Flag(flags)
@@ -183,134 +307,224 @@ class Worker:
             self.trainer.request(Flag(flags))
 
     def shut_down(self) -> None:
-        """Leave the view's groups, which releases peers that wait for this rank (F1)."""
-        groups = self._groups
-        if groups is not None:
-            groups.abort()
+        """Leave the view's groups, which releases peers that wait for this rank (F1), and end the step loop."""
+        if self.changes is not None:
+            self.order(Leave(reason="shut down"))
+            self.changes.abort_exchange("shut down")
 
     def join(self, timeout_s: float | None = None) -> None:
-        """Wait for the step loop to end (num_workers=0 and tests)."""
-        if self._thread is not None:
-            self._thread.join(timeout_s)
+        """Wait for training to end, well or badly (num_workers=0 and tests)."""
+        self._is_over.wait(timeout_s)
 
     # ---- the step loop's thread -----------------------------------------------------------------------------------
 
-    def _run(self, view: View, restore: Restore | None) -> None:
+    def _run(self) -> None:
+        torch.set_num_threads(self.spec.num_threads)
+        blocking: pm.Blocking = pm.WaitForOrder()
         try:
-            summary = self._train(view, restore)
+            while not isinstance(blocking, pm.Exit):
+                blocking = self._advance(blocking)
+        except BaseException as error:  # the actor's edge: a mistake of ours becomes a status that the controller reads
+            self._fail(error)
+        finally:
             self._leave()
-            with self._lock:
-                self._summary = summary
-            self._set_phase(WorkerPhase.FINISHED, self._step)
-        except BaseException as error:  # the actor's edge: becomes a status that the controller reads
-            logger.error("worker=%s failed\n%s", self.worker_id, "".join(traceback.format_exception(error)))
-            # Known before peers are let go: their errors are this one's consequences.
-            with self._lock:
-                self._error = f"{type(error).__name__}: {error}"
-                self._failure, self._is_origin = describe_failure(error)
-            self._set_phase(WorkerPhase.FAILED, self._step)
-            self._leave()
+            self._is_over.set()
+
+    def _advance(self, blocking: pm.Blocking) -> pm.Blocking:
+        """Do one blocking instruction, and what does not block after it; returns the next blocking one."""
+        assert self._state is not None
+        if isinstance(blocking, pm.WaitForOrder):
+            self._publish()
+            return self._obey(self._state.handle(self._next_news()))
+        outcome = self._perform(blocking)
+        for news in self._waiting_news():
+            self._obey(self._state.handle(news))
+        return self._obey(self._state.handle(outcome))
+
+    def _obey(self, instructions: Sequence[pm.Instruction]) -> pm.Blocking:
+        """Do what does not block; returns the blocking instruction at the end, where there is one."""
+        for instruction in instructions:
+            if isinstance(instruction, pm.Blocking):
+                return instruction
+            self._do(instruction)
+        return pm.WaitForOrder()
+
+    def _next_news(self) -> pm.News:
+        """The next entry of the inbox, or the controller's silence once it is too long."""
+        while True:
+            try:
+                return self._inbox.get(timeout=0.5)
+            except queue.Empty:
+                told = self._told_silence()
+                if told is not None:
+                    return told
+
+    def _waiting_news(self) -> list[pm.News]:
+        news: list[pm.News] = []
+        told = self._told_silence()
+        if told is not None:
+            news.append(told)
+        while not self._inbox.empty():
+            news.append(self._inbox.get())
+        return news
+
+    def _told_silence(self) -> pm.News | None:
+        """ControllerSilent at every look once the lease is over, ControllerBack once a poll has come after that."""
+        elastic = self.spec.elastic
+        if elastic is None:
+            return None
+        silent_s = time.monotonic() - self.last_contact
+        if silent_s > elastic.lease_s:
+            self._silence_told = True
+            return pm.ControllerSilent(silent_s)
+        was_told, self._silence_told = self._silence_told, False
+        return pm.ControllerBack() if was_told else None
+
+    # ---- instructions ---------------------------------------------------------------------------------------------
+
+    def _do(self, instruction: pm.Background) -> None:
+        """Instructions that do not block."""
+        changes = self.changes
+        assert changes is not None
+        match instruction:
+            case pm.TakeSnapshot(step):
+                changes.take_snapshot(step)
+            case pm.Protect(step):
+                changes.protect(step)
+            case pm.BeginPreparing(view):
+                changes.prepare(view)
+            case pm.CancelPreparing(_, reason):
+                changes.cancel_preparation(reason)
+            case pm.RaiseFlag(flag, control):
+                self._raised |= flag
+                self._control = max(self._control, control)
+            case pm.DestroyGroups():
+                changes.park()
+            case pm.DropOthers(view, keep):
+                changes.release(view, keep)
+
+    def _perform(self, instruction: pm.Blocking) -> pm.Outcome:
+        """Instructions that block, each ending in its outcome."""
+        changes = self.changes
+        assert changes is not None
+        try:
+            match instruction:
+                case pm.JoinView(view, restore):
+                    changes.join(view, restore)
+                    return pm.Joined(view.epoch, changes.step)
+                case pm.RunStep():
+                    return self._run_step()
+                case pm.FinishLoop():
+                    return self._finish()
+                case pm.PerformCutOver(view, old, step):
+                    self._set_phase(WorkerPhase.CUTTING_OVER, step)
+                    changes.cut_over(view, old, step)
+                    return pm.CutOverDone(view.epoch, changes.step)
+                case pm.PerformRecover(view, plan):
+                    self._set_phase(WorkerPhase.RECOVERING, plan.step)
+                    self._cancel_writing()
+                    changes.recover(view, plan)
+                    return pm.Recovered(view.epoch, changes.step)
+            raise AssertionError(f"unknown instruction {instruction!r}")
+        except Exception as error:
+            return self._failed(instruction, error)
+
+    def _failed(self, instruction: pm.Blocking, error: Exception) -> pm.Outcome:
+        """The outcome of an instruction that raised: trouble with peers is recovered from, all else ends the run."""
+        if not is_peer_trouble(error):
+            self._fail(error)
+            return pm.LoopFailed(f"{type(error).__name__}: {error}")
+        logger.warning("worker=%s step=%d peer trouble: %s", self.worker_id, self._step, error)
+        reason = str(error)
+        with self._lock:
+            self._error = reason
+        match instruction:
+            case pm.JoinView(view, _):
+                return pm.JoinFailed(view.epoch, reason)
+            case pm.PerformCutOver(view, _, _):
+                return pm.CutOverFailed(view.epoch, reason)
+            case pm.PerformRecover(view, _):
+                return pm.RecoverFailed(view.epoch, reason)
+        return pm.StepFailed(reason)
+
+    def _run_step(self) -> pm.Outcome:
+        changes, trainer = self.changes, self.trainer
+        assert changes is not None and trainer is not None
+        if self._replicator is not None:
+            trainer.session.exchange.acked = self._replicator.acked
+        flags, control = self._raised, self._control
+        if self._replicator is not None and not self._replicator.wants_haste:
+            flags &= ~Flag.HASTE  # a round is under way: another snapshot now would only wait for it
+        self._raised, self._control = Flag(0), 0
+        head = trainer.advance(flags=flags, control=control)
+        return pm.StepDone(trainer.step, head.flags, head.control, head.protected)
+
+    def _finish(self) -> pm.Outcome:
+        trainer = self.trainer
+        assert trainer is not None
+        summary = trainer.finish()
+        if self._writer is not None:
+            self._writer.wait(self.spec.checkpoint_timeout_s)
+        with self._lock:
+            self._summary = summary
+        return pm.LoopEnded(trainer.step)
+
+    def _publish(self) -> None:
+        """Tell the controller where this worker stands while it waits."""
+        assert self._state is not None
+        if self._state.phase is not self._phase and self._phase is not WorkerPhase.FAILED:
+            self._set_phase(self._state.phase, self._step)
+        if self._phase in (WorkerPhase.FINISHED, WorkerPhase.FAILED):
+            self._leave_groups()
+            self._is_over.set()
+
+    def _fail(self, error: BaseException) -> None:
+        logger.error("worker=%s failed\n%s", self.worker_id, "".join(traceback.format_exception(error)))
+        # Known before peers are let go: their errors are this one's consequences.
+        with self._lock:
+            self._error = f"{type(error).__name__}: {error}"
+            self._failure, self._is_origin = describe_failure(error)
+        self._set_phase(WorkerPhase.FAILED, self._step)
+
+    def _leave_groups(self) -> None:
+        if self.changes is not None:
+            self.changes.park()
 
     def _leave(self) -> None:
-        """Let go of the view: the groups first, so that no peer waits for the feed's threads to end (F1)."""
-        for close in (
-            self._groups.destroy if self._groups is not None else None,
-            self._session.detach if self._session is not None else None,
-            self._feed.close if self._feed is not None else None,
-        ):
+        """Let go of everything: the groups first, so that no peer waits for the feed's threads to end (F1)."""
+        steps: list[Callable[[], Any]] = [self._leave_groups]
+        if self._replicator is not None:
+            steps.append(self._replicator.close)
+        if self.trainer is not None:
+            steps += [self.trainer.session.detach, self.trainer.feed.close]
+        for step in steps:
             try:
-                if close is not None:
-                    close()
+                step()
             except Exception:  # the outcome stands; what follows must still be released
                 logger.exception("worker=%s action=leave", self.worker_id)
 
-    def _train(self, view: View, restore: Restore | None) -> Mapping[str, Any]:
-        torch.set_num_threads(self.spec.num_threads)
-        self.shards = ShardHost(self.model_tables.tables, view, self._rank, num_threads=self.spec.num_threads)
-        self._session = self._open_session(view, self.shards)
-        trainer, self._writer = self._make_trainer(view, restore, self.shards, self._session)
-        # In this order: a request that comes in between is raised twice rather than never.
-        self.trainer = trainer
-        trainer.request(self._requested)
-        summary = trainer.run()
-        self._writer.wait(self.spec.checkpoint_timeout_s)
-        return summary
+    # ---- parts ----------------------------------------------------------------------------------------------------
 
-    def _open_session(self, view: View, host: ShardHost) -> Session:
-        """Form the view's groups and open the data plane over them."""
-        spec, rank = self.spec, self._rank
-        self._groups = groups = form(
-            GroupSpec(
-                run=view.run,
-                epoch=view.epoch,
-                rank=rank,
-                hosts=view.hosts,
-                store_host=view.store_host,
-                store_port=view.store_port,
-                transport=view.transport,
-                # Among ranks of one host Gloo listens on loopback; across hosts it may choose that too, unless told.
-                bind_address=self._address if len(set(view.hosts)) > 1 else "",
-                form_timeout_s=spec.start_timeout_s,
-                timeout_s=spec.op_timeout_s,
-            )
-        )
-        plan = StepPlan(
-            host.store,
-            self.model_tables.tables,
-            self.model_tables.features,
-            [view.owners(table.name) for table in self.model_tables.tables],
-            rank=rank,
-            world_size=view.world_size,
-            num_threads=spec.num_threads,
-        )
-        identity = Identity(
-            run=run_hash(view.run),
-            epoch=view.epoch,
-            rank=rank,
-            world_size=view.world_size,
-            plan_hash=plan.hash,
-            num_tables=len(self.model_tables.tables),
-        )
-        exchange = Exchange(
-            groups.transport, identity, timeout_s=spec.op_timeout_s, payload_transport=groups.payload_transport
-        )
-        return Session(
-            self.model_tables,
-            host.store,
-            plan,
-            exchange,
-            start_timeout_s=spec.start_timeout_s,
-        )
-
-    def _make_trainer(
-        self, view: View, restore: Restore | None, host: ShardHost, session: Session
-    ) -> tuple[Trainer, SnapshotWriter]:
-        """The dense replica, restored if the run goes on, the feed from the step it goes on with, and the loop."""
-        spec, rank = self.spec, self._rank
+    def _make_trainer(self, session: Session, assignment: Assignment, step: int) -> Trainer:
+        """The dense replica, the feed from ``step`` on, and the loop."""
+        spec = self.spec
+        assert self.shards is not None and self.changes is not None
         dense = DenseReplica(self.model, spec.dense_optimizer)
-        if view.world_size > 1 and rank == 0 and dense.floating_buffers:
+        world_size = assignment.world_size
+        if world_size > 1 and assignment.rank == 0 and dense.floating_buffers:
             logger.warning(
                 "buffer=%s reason='not shared between ranks, checkpoints hold rank 0's'", dense.floating_buffers[0]
             )
-        start_step = 0
-        metrics_state = None
-        num_samples = 0
-        if restore is not None:
-            start_step = restore.step
-            dense_tensors, metrics_state, metadata = host.restore(restore, spec.storage)
-            dense.load_state_tensors(dense_tensors, metadata.get("optimizer"))
-            num_samples = int(metadata.get("samples", 0))
-        seat = Seat(rank=rank, world_size=view.world_size, shares=view.shares, start_step=start_step)
-        self._feed = feed = spec.train_feed(seat)
-        writer = SnapshotWriter(
-            host,
+        shares = assignment.shares or (1.0 / world_size,) * world_size
+        seat = Seat(rank=assignment.rank, world_size=world_size, shares=shares, start_step=step)
+        self._writer = writer = SnapshotWriter(
+            self.shards,
             dense,
             spec.storage,
             spec.checkpoint_directory,
             spec.checkpoint_bytes_per_s,
             self._add_part,
         )
-        eval_feed = spec.eval_feed
         trainer: Trainer = Trainer(
             dataclasses.replace(
                 spec.loop, checkpoint_timeout_s=spec.checkpoint_timeout_s, feed_timeout_s=spec.feed_timeout_s
@@ -318,21 +532,41 @@ class Worker:
             model=self.model,
             session=session,
             dense=dense,
-            feed=feed,
-            eval_feed=None if eval_feed is None else lambda: eval_feed(dataclasses.replace(seat, start_step=0)),
+            feed=spec.train_feed(seat),
+            eval_feed=None if spec.eval_feed is None else self._open_eval_feed,
             learning_rates=spec.learning_rates(self.model_tables.tables),
-            start_step=start_step,
+            start_step=step,
             on_progress=self._add_record,
             before_checkpoint=lambda: writer.wait(spec.checkpoint_timeout_s),
-            on_checkpoint=lambda step: writer.start(
-                step, view.epoch, rank, trainer.metrics, {"samples": trainer.num_samples}, spec.checkpoint_timeout_s
-            ),
+            on_checkpoint=self._write_checkpoint,
             on_phase=self._set_phase,
         )
-        if metrics_state is not None and rank == 0:
-            trainer.metrics.load_state_dict(metrics_state)
-        trainer.num_samples = num_samples
-        return trainer, writer
+        trainer.request(self._requested)
+        return trainer
+
+    def _open_eval_feed(self) -> BatchSource:
+        """This rank's slice of the evaluation data in the present view, from its start."""
+        assert self.changes is not None and self.changes.current is not None and self.spec.eval_feed is not None
+        view, rank = self.changes.current.view, self.changes.current.rank
+        return self.spec.eval_feed(Seat(rank=rank, world_size=view.world_size, shares=view.shares, start_step=0))
+
+    def _write_checkpoint(self, step: int) -> None:
+        trainer, writer, changes = self.trainer, self._writer, self.changes
+        assert trainer is not None and writer is not None and changes is not None and changes.current is not None
+        current = changes.current
+        writer.start(
+            step,
+            current.view.epoch,
+            current.rank,
+            trainer.metrics,
+            {"samples": trainer.num_samples, "skipped_steps": trainer.skipped_steps},
+            self.spec.checkpoint_timeout_s,
+        )
+
+    def _cancel_writing(self) -> None:
+        """A checkpoint in progress cannot become complete any more: a rank of its view is lost."""
+        if self._writer is not None:
+            self._writer.cancel()
 
     def _add_record(self, record: Progress) -> None:
         with self._lock:
@@ -344,29 +578,3 @@ class Worker:
 
     def _set_phase(self, phase: WorkerPhase, step: int) -> None:
         self._phase, self._step, self._since = phase, step, time.monotonic()
-
-
-def describe_failure(error: BaseException) -> tuple[BaseException, bool]:
-    """(the error as it crosses processes, whether it arose on this rank).
-
-    Shoal's errors keep type and code. Where this rank is the origin, the text gains the traceback of what the user's
-    code raised, or the whole message of a Shoal error that the exchange had cut. Any other exception becomes a
-    PeerError, since a user's class may not unpickle elsewhere.
-    """
-    mark = error.is_origin if isinstance(error, ShoalError) else None
-    is_origin = not isinstance(error, PeerError) if mark is None else mark
-    if not isinstance(error, ShoalError) or type(error) not in _PORTABLE:
-        lines = "".join(traceback.format_exception(error))
-        return PeerError(f"{type(error).__name__}: {error}\n{lines}"), is_origin
-    cause = error.__cause__
-    if mark is not True or cause is None:
-        return error, is_origin
-    addition = str(cause) if isinstance(cause, ShoalError) else "".join(traceback.format_exception(cause)).rstrip()
-    text = str(error.args[0]) if error.args else ""
-    if addition in text:
-        return error, is_origin
-    # RowError takes other arguments; as the DataError it is, its text is free.
-    kind: type[ShoalError] = DataError if isinstance(error, RowError) else type(error)
-    failure = kind(f"{text}\n{addition}")
-    failure.is_origin = True
-    return failure, is_origin

@@ -82,7 +82,7 @@ def _run_worker(spec: WorkerSpec, manifest: Manifest) -> dict[str, float]:
         parts=tuple(plan_load(manifest, info.tables, owned)),
         dense=dense,
     )
-    worker.start(view, 0, restore)
+    worker.start(view, restore)
     worker.join()
     end = worker.poll()
     if end.failure is not None:

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from shoal.actors.messages import Holdings, Order, Start, WorkerInfo, WorkerPoll
+from shoal.actors.messages import Holdings, Order, WorkerInfo, WorkerPoll
 from shoal.actors.worker import Worker, WorkerSpec
 from shoal.platform.controller import Controller, RunPlan, RunReport
 from shoal.platform.driver import raise_failure, watch
@@ -32,14 +32,13 @@ class LocalHandle:
         return self._worker.prepare(HOST)
 
     def order(self, order: Order, timeout_s: float) -> None:
-        assert isinstance(order, Start)
-        self._worker.start(order.view, 0, order.restore)
+        self._worker.order(order)
 
     def poll(self, timeout_s: float) -> WorkerPoll:
         return self._worker.poll()
 
     def holdings(self, timeout_s: float) -> Holdings:
-        raise NotImplementedError
+        return self._worker.holdings()
 
     def request(self, flags: int, timeout_s: float) -> None:
         self._worker.request(flags)

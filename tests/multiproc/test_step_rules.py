@@ -244,7 +244,7 @@ def test_the_checkpoint_comes_before_an_evaluation_that_fails(source, tmp_path):
     spec = parity.worker_spec("eval", source, SGD, tmp_path, model=FailsInEvaluation, eval_steps=1)
     worker = Worker("0", dataclasses.replace(spec, eval_feed=source.local_feed))
     worker.prepare("here")
-    worker.start(worlds.make_view(worker, 1, run="eval", epoch=0, store=("", 0), transport="auto"), 0)
+    worker.start(worlds.make_view(worker, 1, run="eval", epoch=0, store=("", 0), transport="auto"))
     worker.join(60)
     assert worker._writer is not None
     worker._writer.wait(60)
@@ -257,7 +257,7 @@ def test_a_stopped_run_writes_a_checkpoint_also_when_none_is_wanted_at_the_end(s
     worker = Worker("0", parity.worker_spec("stop", source, SGD, tmp_path, checkpoint_at_end=False))
     worker.prepare("here")
     worker.request(int(Flag.STOP))
-    worker.start(worlds.make_view(worker, 1, run="stop", epoch=0, store=("", 0), transport="auto"), 0)
+    worker.start(worlds.make_view(worker, 1, run="stop", epoch=0, store=("", 0), transport="auto"))
     worker.join(60)
     poll = worker.poll()
     assert poll.summary is not None and poll.summary["stopped"] and [part.step for part in poll.parts] == [1]

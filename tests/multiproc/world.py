@@ -50,7 +50,7 @@ def run_one(spec: WorkerSpec, rank: int, world: int, epoch: int, store: Store, t
     """One rank of one case, to its end."""
     worker = Worker(str(rank), spec)
     worker.prepare("here")
-    worker.start(make_view(worker, world, run=spec.run, epoch=epoch, store=store, transport=transport), rank)
+    worker.start(make_view(worker, world, run=spec.run, epoch=epoch, store=store, transport=transport))
     worker.join(120)
     poll = worker.poll()
     result: dict[str, Any] = {"error": poll.status.error, "summary": poll.summary, "records": list(poll.records)}

@@ -7,7 +7,7 @@ import pickle
 import pytest
 
 from shoal.actors.messages import WorkerPhase, WorkerPoll, WorkerStatus
-from shoal.actors.worker import describe_failure
+from shoal.actors.failures import describe_failure
 from shoal.kernels.errors import BadIdError, DataError, ExchangeTimeoutError, PeerError, RowError
 from shoal.platform.cause import CAUSE_TIMEOUT_S, decide_cause
 

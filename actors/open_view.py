@@ -1,0 +1,122 @@
+"""OpenView: one rank's data plane in one view: its groups, step plan, exchange and session, opened and closed as one.
+
+Forming groups and building the plan need nothing of the present view, so both happen in the background while the view
+before still trains (V3); ``take_over`` is what remains for the boundary.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+
+from shoal.actors.groups import Groups, GroupSpec, form, run_hash
+from shoal.actors.messages import View
+from shoal.actors.session import Session
+from shoal.actors.sharded import ModelTables
+from shoal.kernels.exchange import Exchange
+from shoal.kernels.frame import Identity
+from shoal.kernels.plan import StepPlan
+from shoal.kernels.rowstore import RowStore
+
+logger = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class OpenOptions:
+    """How a rank opens views; the same for all views of a run."""
+
+    num_threads: int = 1
+    #: Deadline of one exchange.
+    op_timeout_s: float = 10.0
+    #: Address Gloo listens on where the ranks are on several hosts.
+    bind_address: str = ""
+
+
+class OpenView:
+    """A view that this worker has formed groups for, as ``rank``."""
+
+    def __init__(
+        self,
+        view: View,
+        rank: int,
+        model_tables: ModelTables,
+        store: RowStore,
+        options: OpenOptions,
+        *,
+        form_timeout_s: float,
+    ) -> None:
+        """Form the groups of ``view`` with all its members, and plan its steps. Blocks; any thread.
+
+        Raises ExchangeTimeoutError naming the ranks that did not come, PeerError when the store is out of reach.
+        """
+        self.view, self.rank = view, rank
+        self._model_tables, self._store, self._options = model_tables, store, options
+        self.session: Session | None = None
+        self.groups: Groups = form(
+            GroupSpec(
+                run=view.run,
+                epoch=view.epoch,
+                rank=rank,
+                hosts=view.hosts,
+                store_host=view.store_host,
+                store_port=view.store_port,
+                transport=view.transport,
+                # Among ranks of one host Gloo listens on loopback; across hosts it may choose that too, unless told.
+                bind_address=options.bind_address if len(set(view.hosts)) > 1 else "",
+                form_timeout_s=form_timeout_s,
+                timeout_s=options.op_timeout_s,
+            )
+        )
+        try:
+            self.plan = StepPlan(
+                store,
+                model_tables.tables,
+                model_tables.features,
+                [view.owners(table.name) for table in model_tables.tables],
+                rank=rank,
+                world_size=view.world_size,
+                num_threads=options.num_threads,
+            )
+        except BaseException:
+            self.groups.destroy()
+            raise
+
+    def take_over(self, *, start_timeout_s: float) -> Session:
+        """Attach the model's collections to this view's data plane. The step-loop thread, at a boundary.
+
+        ``start_timeout_s``: patience for the other ranks at the first exchange and step, beyond the usual deadline.
+        """
+        identity = Identity(
+            run=run_hash(self.view.run),
+            epoch=self.view.epoch,
+            rank=self.rank,
+            world_size=self.view.world_size,
+            plan_hash=self.plan.hash,
+            num_tables=len(self._model_tables.tables),
+        )
+        exchange = Exchange(
+            self.groups.transport,
+            identity,
+            timeout_s=self._options.op_timeout_s,
+            payload_transport=self.groups.payload_transport,
+        )
+        self.session = Session(self._model_tables, self._store, self.plan, exchange, start_timeout_s=start_timeout_s)
+        return self.session
+
+    def abort(self, reason: str = "aborted") -> None:
+        """Break the groups from any thread: an exchange in progress raises, here and at the peers (F1)."""
+        self.groups.abort(reason)
+
+    def close(self) -> None:
+        """Leave the groups and forget lookups in flight; idempotent. The collections stay attached where another
+        session has them by now."""
+        for step in (self.groups.destroy, self._abandon_session):
+            try:
+                step()
+            except Exception:  # what follows must still be released
+                logger.exception("run=%s epoch=%d action=close_view", self.view.run, self.view.epoch)
+
+    def _abandon_session(self) -> None:
+        session, self.session = self.session, None
+        if session is not None:
+            session.abandon()
