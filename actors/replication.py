@@ -133,6 +133,8 @@ class Replicator:
         ``senders``: who may send under it. None: whoever does, since only those a view concerns (its members, those
         that leave with it, suppliers of a recovery) are ever told its epoch.
         """
+        if view.epoch not in self._accepted:
+            self._blobs.forget_below(1 << 62)  # of an epoch that did not come about
         self._accepted[view.epoch] = None if senders is None else frozenset(senders)
 
     def set_view(self, view: View, rank: int, step: int, aux: bytes = b"", *, keeps_snapshot: bool = True) -> None:

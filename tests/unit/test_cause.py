@@ -6,8 +6,8 @@ import pickle
 
 import pytest
 
-from shoal.actors.messages import WorkerPhase, WorkerPoll, WorkerStatus
 from shoal.actors.failures import describe_failure
+from shoal.actors.messages import WorkerPhase, WorkerPoll, WorkerStatus
 from shoal.kernels.errors import BadIdError, DataError, ExchangeTimeoutError, PeerError, RowError
 from shoal.platform.cause import CAUSE_TIMEOUT_S, decide_cause
 
