@@ -44,14 +44,15 @@ def _list(args: argparse.Namespace) -> int:
         [
             str(info.name),
             info.state.value,
-            str(info.num_rows),
+            _rows(info),
             format_bytes(info.size_bytes),
+            info.parent or "-",
             info.created or "-",
             info.reason,
         ]
         for info in infos
     ]
-    header = ["checkpoint", "state", "rows", "size", "created", "why"]
+    header = ["checkpoint", "state", "rows", "size", "builds on", "created", "why"]
     print("\n".join(table_lines(rows, header, right=frozenset({2, 3}))))
     return 0
 
@@ -64,7 +65,9 @@ def _verify(args: argparse.Namespace) -> int:
     if args.json:
         print_json({"uri": report.uri, "is_ok": report.is_ok, "problems": list(report.problems)})
     elif report.is_ok:
-        print(f"{report.uri}: {report.num_files} files, {format_bytes(report.size_bytes)}: sound")
+        others = report.num_checkpoints - 1
+        chain = f", with the {others} it builds on" if others else ""
+        print(f"{report.uri}: {report.num_files} files, {format_bytes(report.size_bytes)}{chain}: sound")
     else:
         for problem in report.problems:
             print(f"{report.uri}: {problem}")
@@ -97,6 +100,14 @@ def _checkpoint_uri(args: argparse.Namespace) -> str:
     return storage.child(decision.manifest.name.directory).uri
 
 
+def _rows(info: Any) -> str:
+    """Rows in the whole checkpoint and, of an incremental one, how many it holds itself."""
+    total = info.manifest.num_rows_total if info.manifest is not None else None
+    if info.parent is None or total is None:
+        return str(info.num_rows)
+    return f"{info.num_rows} of {total}"
+
+
 def _info_dict(info: Any) -> dict[str, Any]:
     return {
         "name": str(info.name),
@@ -107,5 +118,7 @@ def _info_dict(info: Any) -> dict[str, Any]:
         "reason": info.reason,
         "size_bytes": info.size_bytes,
         "num_rows": info.num_rows,
+        "num_rows_total": info.manifest.num_rows_total if info.manifest is not None else None,
+        "parent": info.parent,
         "created": info.created,
     }

@@ -99,6 +99,19 @@ class Manifest:
         """Bytes of all that is needed to load it."""
         return sum(manifest.size_bytes for manifest in self.chain)
 
+    @property
+    def num_rows_total(self) -> int | None:
+        """Rows in the whole checkpoint; None where a parent is not known, or is of format 1 and does not say."""
+        if self.parent is not None and not self.ancestors:
+            return None
+        counts: dict[tuple[str | None, int], int] = {}
+        for manifest in self.chain:
+            if manifest.format_version == 1:
+                return self.num_rows if manifest is self else None
+            for entry in manifest.files:
+                counts |= {(entry.table, block): rows for block, rows in zip(entry.blocks, entry.block_rows)}
+        return sum(counts.values())
+
     def find(self, kind: str, path: str | None = None) -> FileEntry | None:
         """The first file of ``kind`` (and, if given, of that path)."""
         return next((f for f in self.files if f.kind == kind and path in (None, f.path)), None)

@@ -9,6 +9,7 @@ import shutil
 import socket
 import subprocess
 import sys
+import threading
 import time
 import urllib.error
 import urllib.request
@@ -20,11 +21,15 @@ import pyarrow.fs
 import pytest
 import torch
 
+sys.path.insert(0, str(Path(__file__).parents[1] / "unit"))
+
+from checkpoint_fleet import Fleet, assert_saved
+
 from shoal.actors.partfile import take
 from shoal.actors.restore import load_rows
 from shoal.actors.snapshot import write_dense, write_snapshot
 from shoal.kernels.cut import BlockRows
-from shoal.kernels.errors import CheckpointError, StorageError, StorageMissingError
+from shoal.kernels.errors import CheckpointError, LockHeldError, LockLostError, StorageError, StorageMissingError
 from shoal.kernels.hashing import row_blocks
 from shoal.kernels.spec import OptimizerKind, OptimizerSpec, TableSpec
 from shoal.platform import checkpoint
@@ -32,6 +37,7 @@ from shoal.platform.checkpoint import CheckpointState, decide_resume, list_check
 from shoal.platform.export import export_parquet
 from shoal.platform.loadplan import plan_load
 from shoal.platform.manifest import Manifest
+from shoal.platform.run_lock import LockOwner, RunLock
 from shoal.platform.storage import RetryPolicy, Storage
 
 TABLES = (
@@ -209,6 +215,44 @@ def test_save_list_verify_load_damage_and_collect_on_s3(bucket: str, tmp_path: P
     remaining = {i.name for i in list_checkpoints(uri) if i.state is CheckpointState.COMPLETE}
     assert remaining == {fourth.name} and third.name not in remaining
     assert not storage.list_files("checkpoints/step-00000003.e0.a1")
+
+
+def test_chain_and_run_lock_on_s3(bucket: str) -> None:
+    """K3 and faults row 29 where there is neither a rename nor a conditional write."""
+    uri = bucket.format("chain/run")
+    fleet = Fleet(uri, 2, seed=1, full_every=3)
+    locks = [RunLock(fleet.storage, LockOwner(host=host, pid=1, user="u"), 2.0) for host in "ab"]
+    locks[0].acquire()
+    for _ in range(3):
+        fleet.train(2, deletes=5)
+        fleet.save(keep=1)
+        assert_saved(fleet, 3)
+    assert verify_checkpoint(uri).num_checkpoints == len(list_checkpoints(uri)) == 3
+    fleet.train(4)
+    fleet.save()
+    fleet.roll_back(7)
+    assert [i.state for i in list_checkpoints(uri)][-1] is CheckpointState.ABANDONED
+    fleet.train(1)
+    fleet.save(keep=1)
+    assert_saved(fleet, 1)
+
+    stop = threading.Event()
+
+    def renew() -> None:
+        while not stop.wait(0.2):
+            locks[0].renew()
+
+    thread = threading.Thread(target=renew)
+    thread.start()
+    try:
+        with pytest.raises(LockHeldError, match="in use by another run: u@a, process 1"):
+            locks[1].acquire()
+    finally:
+        stop.set()
+        thread.join(30)
+    locks[1].acquire()
+    with pytest.raises(LockLostError, match="taken over by u@b"):
+        locks[0].renew()
 
 
 def test_errors_of_the_server_name_the_uri_and_not_the_secret(bucket: str) -> None:

@@ -60,7 +60,7 @@ class Worker:
 class Fleet:
     """Workers that train, lose, move and go back, in one thread, with one controller that writes manifests."""
 
-    def __init__(self, root: Path, num_workers: int, seed: int, full_every: int = 4) -> None:
+    def __init__(self, root: Path | str, num_workers: int, seed: int, full_every: int = 4) -> None:
         self.storage = Storage(str(root))
         self.rng = np.random.default_rng(seed)
         self.workers = [Worker(self.storage) for _ in range(num_workers)]

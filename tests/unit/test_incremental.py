@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import sys
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from checkpoint_fleet import TABLES, Fleet, assert_bit_equal, assert_saved, gath
 
 from shoal.actors.messages import SnapshotPart
 from shoal.actors.restore import load_rows
+from shoal.jobs.cli import main
 from shoal.kernels.deletions import DeletionLog
 from shoal.kernels.errors import CheckpointError
 from shoal.platform import checkpoint
@@ -25,6 +27,7 @@ from shoal.platform.checkpoint import decide_resume, list_checkpoints, verify_ch
 from shoal.platform.export import export_parquet
 from shoal.platform.loadplan import plan_load
 from shoal.platform.manifest import CheckpointName, Manifest
+from shoal.platform.storage import Storage
 
 
 def test_chain_holds_what_a_full_checkpoint_would_and_fewer_bytes(tmp_path: Path) -> None:
@@ -159,6 +162,56 @@ def test_increment_after_moves_has_moved_blocks_whole_and_others_not(tmp_path: P
     whole = {b for f in link.files if f.table == "user" and f.kind == "table" and f.since is None for b in f.blocks}
     assert whole == {0, 1}
     assert_saved(fleet)
+
+
+def test_command_line_shows_and_checks_chains(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    fleet = Fleet(tmp_path, 1, seed=12)
+    fleet.train(3)
+    full = fleet.save()
+    fleet.train(1, deletes=9)
+    link = fleet.save()
+    total = sum(store.num_rows() for store in fleet.stores())
+    assert newest(fleet.storage).num_rows_total == total
+
+    def run(*arguments: str) -> tuple[int, str]:
+        code = main(["ckpt", *arguments])
+        return code, capsys.readouterr().out
+
+    code, text = run("ls", str(tmp_path))
+    assert code == 0 and f"{link.num_rows} of {total}" in text and f"  {full.name}  " in text.splitlines()[-1]
+    listed = json.loads(run("ls", str(tmp_path), "--json")[1])
+    assert [(i["parent"], i["num_rows_total"]) for i in listed] == [(None, full.num_rows), (str(full.name), total)]
+    code, text = run("verify", str(tmp_path))
+    assert code == 0 and "with the 1 it builds on: sound" in text
+    victim = tmp_path / full.name.directory / next(f.path for f in full.files if f.kind == "table")
+    victim.unlink()
+    code, text = run("ls", str(tmp_path))
+    assert code == 0 and f"its parent {full.name} is damaged: tables/" in text
+    assert main(["ckpt", "verify", str(tmp_path / link.name.directory)]) == 1
+    error = capsys.readouterr().err
+    assert f"its parent {full.name} is damaged" in error and len(error.splitlines()) <= 2
+
+
+def test_stored_chain_of_format_version_2_still_loads() -> None:
+    """Faults row 32: the fixture was written once, by the first release of the format, and is never rewritten."""
+    folder = Path(__file__).parent / "fixtures" / "run-v2"
+    storage = Storage(str(folder))
+    infos = list_checkpoints(storage)
+    assert [(i.state, i.parent) for i in infos] == [
+        (CheckpointState.COMPLETE, None),
+        (CheckpointState.COMPLETE, "step-00000003.e0"),
+        (CheckpointState.COMPLETE, "step-00000004.e0"),
+    ]
+    assert verify_checkpoint(str(folder)).is_ok
+    expected = json.loads((folder / "expected.json").read_text())
+    manifest = newest(storage)
+    assert manifest.format_version == 2
+    for world_size in (1, 3):
+        loaded = load(storage, manifest, world_size)
+        for table, spec in enumerate(TABLES):
+            rows = gathered(loaded, table)
+            columns = (rows.ids, rows.weights, rows.slots, rows.last_step, rows.count)
+            assert [column.tolist() for column in columns] == expected[spec.name]
 
 
 def test_parts_are_merged_only_within_one_epoch_and_under_the_newest_base(tmp_path: Path) -> None:
