@@ -203,28 +203,39 @@ def _loads(view: View, tables: Sequence[TableSpec]) -> list[int]:
     """Bytes of tables that every rank owns, with every id touched."""
     owned = [0] * view.world_size
     for table in tables:
+        block_bytes = table_bytes(table) // table.num_blocks
         for rank in view.placement[table.name]:
-            owned[rank] += table_bytes(table) // table.num_blocks
+            owned[rank] += block_bytes
     return owned
 
 
 def count_moves(base: View, view: View, tables: Sequence[TableSpec]) -> Moves:
-    """What has to be copied from ``base``'s members to ``view``'s."""
-    old = {member.worker_id: base.held_by(member.rank) for member in base.members}
-    receives, num_blocks, bytes_max = {}, 0, 0
-    block_bytes = {table.name: table_bytes(table) // table.num_blocks for table in tables}
-    for member in view.members:
-        missing = view.held_by(member.rank) - old.get(member.worker_id, BlockSet())
-        if missing:
-            receives[member.worker_id] = missing
-            num_blocks += len(missing)
-            bytes_max += sum(block_bytes[table] * len(blocks) for table, blocks in missing.tables)
-    changes = sum(
-        base.members[before].worker_id != view.members[after].worker_id
-        for table in tables
-        for before, after in zip(base.placement[table.name], view.placement[table.name])
+    """What has to be copied from ``base``'s members to ``view``'s. One pass over all blocks."""
+    held_before, held_after = _holders(base), _holders(view)
+    receives: dict[str, dict[str, list[int]]] = {}
+    num_changes = num_blocks = bytes_max = 0
+    for table in tables:
+        block_bytes = table_bytes(table) // table.num_blocks
+        for block, (before, after) in enumerate(zip(base.placement[table.name], view.placement[table.name])):
+            num_changes += held_before[before][0] != held_after[after][0]
+            for worker in held_after[after]:
+                if worker not in held_before[before]:
+                    receives.setdefault(worker, {}).setdefault(table.name, []).append(block)
+                    num_blocks += 1
+                    bytes_max += block_bytes
+    return Moves(
+        receives={worker: BlockSet.of(blocks) for worker, blocks in sorted(receives.items())},
+        num_owner_changes=num_changes,
+        num_blocks=num_blocks,
+        bytes_max=bytes_max,
     )
-    return Moves(receives=receives, num_owner_changes=changes, num_blocks=num_blocks, bytes_max=bytes_max)
+
+
+def _holders(view: View) -> list[tuple[str, ...]]:
+    """For every rank the worker ids of the owner and, where there is one, of the buddy."""
+    ids = [member.worker_id for member in view.members]
+    buddies = [view.buddy(rank) for rank in range(view.world_size)]
+    return [(ids[rank],) if buddy is None else (ids[rank], ids[buddy]) for rank, buddy in enumerate(buddies)]
 
 
 def _assign_ranks(base: View | None, members: Sequence[Candidate], replaced: Mapping[str, str]) -> _Ranks:

@@ -106,8 +106,7 @@ def plan_placement(
             reasons[spec.name] = f"{spec.num_blocks} row blocks spread over {min(world_size, spec.num_blocks)} workers"
         if memory_bytes_per_worker is not None:
             _check_fits(spec, _bytes_per_worker(spec, owners[spec.name], world_size), load, memory_bytes_per_worker)
-        for rank in owners[spec.name]:
-            load[rank] += table_bytes(spec) / spec.num_blocks
+        _add_load(spec, owners[spec.name], load)
     _level(by_size, owners, load, wanted)
     return tuple(
         TableLoad(
@@ -174,13 +173,18 @@ def replan_placement(
         else:
             held = (copies or {}).get(spec.name, (None,) * spec.num_blocks)
             owners[spec.name] = _spread(old, held, load)
-        for rank in owners[spec.name]:
-            load[rank] += table_bytes(spec) / spec.num_blocks
+        _add_load(spec, owners[spec.name], load)
     _level(by_size, owners, load, wanted)
     if memory_bytes_per_worker is not None and max(load) > memory_bytes_per_worker:
         fresh = plan_placement(specs, world_size, sharding=wanted, memory_bytes_per_worker=memory_bytes_per_worker)
         return {table.table: table.owners for table in fresh}
     return {spec.name: tuple(owners[spec.name]) for spec in specs}
+
+
+def _add_load(spec: TableSpec, owners: Sequence[int], load: list[float]) -> None:
+    block_bytes = table_bytes(spec) / spec.num_blocks
+    for rank in owners:
+        load[rank] += block_bytes
 
 
 def _spread(old: Sequence[int | None], held: Sequence[int | None], load: Sequence[float]) -> list[int]:
@@ -218,27 +222,34 @@ def _level(
     Every move lowers the sum of squares of the loads, so it ends; the bound is for the reader.
     """
     tolerance = LEVEL_TOLERANCE * sum(load) / len(load)
+    units = {spec.name: _unit(spec, sharding) for spec in by_size}
     for _ in range(len(by_size) * len(load) + 1):
         full, empty = load.index(max(load)), load.index(min(load))
         gap = load[full] - load[empty]
         if gap <= tolerance:
             return
-        best: tuple[float, TableSpec] | None = None
-        for spec in by_size:
-            numbers = owners[spec.name]
-            whole = is_whole(spec, sharding)
-            size = table_bytes(spec) / (1 if whole else spec.num_blocks)
-            is_movable = numbers[0] == full if whole else numbers.count(full) > numbers.count(empty)
-            if is_movable and 0 < size < gap and (best is None or abs(2 * size - gap) < best[0]):
-                best = (abs(2 * size - gap), spec)
+        best: tuple[float, str] | None = None
+        for name, (size, whole) in units.items():
+            distance = abs(2 * size - gap)
+            if not 0 < size < gap or (best is not None and distance >= best[0]):
+                continue
+            numbers = owners[name]
+            if numbers[0] == full if whole else numbers.count(full) > numbers.count(empty):
+                best = (distance, name)
         if best is None:
             return
-        numbers = owners[best[1].name]
-        moved = range(len(numbers)) if is_whole(best[1], sharding) else [_last(numbers, full)]
-        for block in moved:
+        size, whole = units[best[1]]
+        numbers = owners[best[1]]
+        for block in range(len(numbers)) if whole else [_last(numbers, full)]:
             numbers[block] = empty
-            load[full] -= table_bytes(best[1]) / len(numbers)
-            load[empty] += table_bytes(best[1]) / len(numbers)
+        load[full] -= size
+        load[empty] += size
+
+
+def _unit(spec: TableSpec, sharding: Mapping[str, ShardingType]) -> tuple[float, bool]:
+    """(bytes that move at once, whether that is the whole table)."""
+    whole = is_whole(spec, sharding)
+    return table_bytes(spec) / (1 if whole else spec.num_blocks), whole
 
 
 def _last(numbers: Sequence[int], rank: int) -> int:

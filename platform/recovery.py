@@ -24,8 +24,9 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from shoal.actors.messages import BlockSet, Holdings, RecoveryPlan, Shipment, View
+from shoal.kernels.errors import PlanError
 from shoal.kernels.spec import TableSpec
-from shoal.platform.membership import Candidate, ViewSpec, failover_view, plan_view
+from shoal.platform.membership import Candidate, ViewPlan, ViewSpec, failover_view, plan_view
 
 
 class RecoveryMode(enum.Enum):
@@ -91,7 +92,8 @@ def plan_recovery(
         replaced: joiner -> the lost member of ``base`` whose rank it takes (F9).
         rows_reported: worker id -> rows it last said to own, to estimate what a partial recovery loses.
 
-    Raises: PlanError where the remaining workers cannot hold the tables (only when they are placed anew).
+    Raises: PlanError where the remaining workers cannot hold the tables even without copies, and everything is read
+    from a checkpoint.
     """
     blocks = [(table.name, block) for table in tables for block in range(table.num_blocks)]
     case = _Case(
@@ -171,7 +173,7 @@ def _from_memory(case: _Case, step: int, rows_reported: Mapping[str, int]) -> Re
     plan = RecoveryPlan(
         step=step,
         from_checkpoint=False,
-        shipments=supply.shipments(step, view, lost, origins, {old: new for new, old in case.replaced.items()}),
+        shipments=supply.shipments(step, view, origins, {old: new for new, old in case.replaced.items()}),
         restores=case.restores(view, lost, is_for_all=False),
         lost_blocks=lost,
         reason=reason,
@@ -188,7 +190,7 @@ def _from_memory(case: _Case, step: int, rows_reported: Mapping[str, int]) -> Re
 
 def _from_checkpoint(case: _Case, why: str) -> RecoveryDecision:
     """All read the newest checkpoint, or start from the initial values; placed evenly, since everything moves."""
-    plan_of = plan_view(case.base, case.epoch, case.members, case.tables, case.spec, replaced=case.replaced)
+    plan_of = _placed_anew(case)
     everything = BlockSet.of({table.name: range(table.num_blocks) for table in case.tables})
     step = case.durable_step or 0
     reason = f"back to {case.checkpoint}: {why}; {plan_of.reason}"
@@ -200,6 +202,19 @@ def _from_checkpoint(case: _Case, why: str) -> RecoveryDecision:
         base_epoch=case.base.epoch,
         redone_steps=max(0, case.applied - step),
     )
+
+
+def _placed_anew(case: _Case) -> ViewPlan:
+    """An even view; without copies where memory does not hold them (F5: degraded, and said so)."""
+
+    def plan(spec: ViewSpec) -> ViewPlan:
+        return plan_view(case.base, case.epoch, case.members, case.tables, spec, replaced=case.replaced)
+
+    try:
+        return plan(case.spec)
+    except PlanError as error:
+        bare = plan(dataclasses.replace(case.spec, replicate=False))
+        return dataclasses.replace(bare, reason=f"{bare.reason}; without copies: {error}")
 
 
 def _why_checkpoint(case: _Case, step: int | None, floor: int | None) -> str:
@@ -271,19 +286,21 @@ class _Supply:
         return sorted(self._dense)
 
     def shipments(
-        self, step: int, view: View, lost: BlockSet, origins: Sequence[str], replacement_of: Mapping[str, str]
+        self, step: int, view: View, origins: Sequence[str], replacement_of: Mapping[str, str]
     ) -> tuple[Shipment, ...]:
-        """What each member of ``view`` needs and cannot bring itself; one shipment for a pair of workers."""
+        """What each member of ``view`` needs and cannot bring itself; one shipment for a pair of workers. Blocks that
+        nobody has are in none."""
         blocks: dict[tuple[str, str], list[tuple[str, int]]] = {}
         num_sent: dict[str, int] = {}
-        for member in view.members:
-            for table, block in view.owned_by(member.rank) - lost:
+        ids = [member.worker_id for member in view.members]
+        for table, owners in view.placement.items():
+            for block, owner in enumerate(owners):
                 able = self.holders(step, table, block)
-                if member.worker_id in able:
+                if not able or ids[owner] in able:
                     continue
                 source = min(able, key=lambda worker: (num_sent.get(worker, 0), worker))
                 num_sent[source] = num_sent.get(source, 0) + 1
-                blocks.setdefault((source, member.worker_id), []).append((table, block))
+                blocks.setdefault((source, ids[owner]), []).append((table, block))
         dense = self._dense_pairs(step, view, set(blocks))
         aux = self._aux_pairs(step, view, origins, replacement_of)
         return tuple(

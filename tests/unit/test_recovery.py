@@ -11,8 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shoal.actors.messages import BlockSet, Copies, Holdings, View
+from shoal.kernels.errors import PlanError
 from shoal.kernels.spec import TableSpec
 from shoal.platform.membership import Candidate, NewMember, ViewSpec, plan_view
+from shoal.platform.placement import table_bytes
 from shoal.platform.recovery import RecoveryDecision, RecoveryMode, newest_view, plan_recovery
 
 SPEC = ViewSpec(run="r", replicate=True)
@@ -385,6 +387,17 @@ def test_nobody_is_left_and_new_workers_read_the_checkpoint():
     decision = recover([], ABC, [worker("n1"), worker("n2")], durable_step=20)
     assert decision.plan.from_checkpoint and set(decision.plan.restores) == {"n1", "n2"}
     assert "no survivor has a snapshot" in decision.reason
+
+
+def test_a_checkpoint_is_read_without_copies_where_memory_holds_none():
+    bytes_all = sum(table_bytes(table) for table in TABLES)
+    fields = {"epoch": 9, "mode": RecoveryMode.REPLICATED, "durable_step": 5}
+    members = [worker("n1"), worker("n2")]
+    tight = dataclasses.replace(SPEC, memory_bytes_per_worker=round(bytes_all * 0.7))
+    decision = plan_recovery({}, ABC, members, TABLES, tight, **fields)
+    assert decision.view.buddies == () and "without copies" in decision.reason  # F5
+    with pytest.raises(PlanError):
+        plan_recovery({}, ABC, members[:1], TABLES, tight, **fields)
 
 
 @pytest.mark.parametrize("journalled", [None, view_of("a1", epoch=3)])
