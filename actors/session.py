@@ -23,6 +23,7 @@ from torch import Tensor
 
 from shoal.actors.phases import PhaseClock
 from shoal.actors.sharded import ModelTables
+from shoal.kernels import faults
 from shoal.kernels.dense_reduce import DenseReducer
 from shoal.kernels.errors import DataError, NonFiniteError, PeerError, ProtocolError, ShoalError
 from shoal.kernels.exchange import Exchange, Headers, raise_for_status
@@ -256,9 +257,11 @@ class Session:
             headers = self.exchange.header(kind, self._step, micro_batch=sequence, sections=id_bytes, **fields)
         if headers.statuses.any():
             self._raise_for_status(headers, error)
+        faults.reach("step.header_done")
         ids = self.exchange.round(Kind.IDS, self._step, id_bytes, headers.section_bytes)
         lookup.write_ids(ids.send_addresses[0])
         sources = ids.run()
+        faults.reach("step.ids_done")
         self.clock.mark("F")
         lookup.resolve(sources[0], headers.section_bytes[0])
         values = self.exchange.round(
@@ -267,6 +270,7 @@ class Session:
         lookup.write_rows(values.send_addresses[0])
         self.clock.mark("gather")
         sources = values.run()
+        faults.reach("step.values_done")
         self.clock.mark("F")
         self._pool_outputs(round_, sources[0])
         self.clock.mark("pool")
@@ -335,7 +339,9 @@ class Session:
         self.clock.mark("segment_sum")
         if dense_grad is not None:
             reducer.write(dense_grad, exchange.send_addresses[-1])
+        faults.reach("step.before_gradients")
         sources = exchange.run(status, self.exchange.timeout_s + self._start_timeout_s)
+        faults.reach("step.gradients_done")
         self.clock.mark("B")
         bad = tuple(int(rank) for rank in np.nonzero(exchange.statuses == Status.NON_FINITE)[0])
         if len(bad) < np.count_nonzero(exchange.statuses):
@@ -354,6 +360,7 @@ class Session:
             self._step + 1,
             learning_rates,
         )
+        faults.reach("step.rows_applied")
         self._free.extend(round_.lookup for round_ in self._rounds)
         self._rounds = []
         self.exchange.applied = self._step

@@ -25,6 +25,7 @@ from torch import Tensor
 
 from shoal.actors.datafile import FORMAT_VERSION, Checksum, FileEntry, checksum_of, deleted_path, part_path
 from shoal.actors.partfile import concatenate, narrow, take, write_ids, write_part
+from shoal.kernels import faults
 from shoal.kernels.cut import BlockRows
 from shoal.kernels.errors import ShoalError
 from shoal.kernels.spec import TableSpec
@@ -109,6 +110,7 @@ class ChecksumSink:
             self._limiter.acquire(len(piece))
             self._checksum.update(piece)
             self._stream.write(piece)  # type: ignore[arg-type]
+            faults.reach("checkpoint.part")
         self.size_bytes += len(view)
         return len(view)
 

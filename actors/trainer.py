@@ -24,6 +24,7 @@ from shoal.actors.feed import BatchSource
 from shoal.actors.messages import Progress, WorkerPhase
 from shoal.actors.phases import StepWindow
 from shoal.actors.session import NO_FLAGS, Session, StepHead, non_finite_error
+from shoal.kernels import faults
 from shoal.kernels.batch import Batch
 from shoal.kernels.errors import ConfigError
 from shoal.kernels.frame import Flag
@@ -245,6 +246,7 @@ class Trainer:
         weights = _sample_weights(batch)
         torch.manual_seed(_mix(self.spec.seed, step, self.rank))
         flags |= self._take_requests()
+        faults.reach("step.begin")
         head = self.session.begin(
             step,
             batch.sparse_features,
@@ -276,6 +278,7 @@ class Trainer:
         self.num_samples += head.num_samples
         self._window.add_counts(*self.session.take_counts(), sum(batch.counters.values()))
         self._window.add(head.num_samples, self.phase_seconds)
+        faults.reach("step.applied")
         return head
 
     def _next_batch(self, source: BatchSource, step: int, *, is_training: bool) -> tuple[Batch, BaseException | None]:

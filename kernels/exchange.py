@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from shoal.kernels import _shm  # type: ignore[attr-defined]
+from shoal.kernels import _shm, faults  # type: ignore[attr-defined]
 from shoal.kernels.errors import BadIdError, CapacityError, DataError, NonFiniteError, PeerError, ProtocolError
 from shoal.kernels.frame import (
     FRAME_FIELDS,
@@ -371,6 +371,7 @@ class Exchange:
     ) -> np.ndarray:
         assert self._busy.acquire(blocking=False), "two threads use one Exchange (S11)"
         try:
+            faults.reach("wire.exchange")
             begin = time.perf_counter()
             deadline_s = self.timeout_s if timeout_s is None else timeout_s
             addresses = transport.exchange(recv_sizes, timeout_s=deadline_s, operation=_operation(kind, step))

@@ -8,6 +8,7 @@ from typing import Any
 
 from shoal.actors.feed import Assignment, BatchSource
 from shoal.actors.worker import Seat
+from shoal.kernels import faults
 from shoal.kernels.errors import ClusterError
 from shoal.platform.feeder import Feeder
 from shoal.platform.job import Source
@@ -24,9 +25,13 @@ class FeederActor(Feeder):
     An evaluation or a checkpoint may take longer than any limit, so idleness alone does not end it.
     """
 
-    def __init__(self, controller: str, idle_s: float, *args: Any, **options: Any) -> None:
+    def __init__(
+        self, controller: str, idle_s: float, schedule: faults.Schedule | None, *args: Any, **options: Any
+    ) -> None:
         from shoal.actors.runtime import start_watchdog
 
+        if schedule is not None:
+            faults.install(schedule, "feeder", {faults.FEEDER})
         super().__init__(*args, **options)
         self._controller = controller
         self._idle_s = idle_s
@@ -64,6 +69,8 @@ class FeederMaker:
     #: Name of the run's controller actor.
     controller: str
     idle_s: float = IDLE_S
+    #: What goes wrong in it on purpose (``shoal chaos``).
+    schedule: faults.Schedule | None = None
 
     def __call__(self, start_step: int, num_workers: int) -> Any:
         from shoal.actors.runtime import create_actor
@@ -74,6 +81,7 @@ class FeederMaker:
             self.name,
             self.controller,
             self.idle_s,
+            self.schedule,
             self.source.dataset,
             self.source.order,
             None,

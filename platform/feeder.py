@@ -19,6 +19,7 @@ import pyarrow as pa
 
 from shoal.actors.dataset import BadFile, Dataset
 from shoal.actors.windows import WindowReader, arrange_window, cut_lanes
+from shoal.kernels import faults
 from shoal.kernels.errors import DataError, ShoalError
 from shoal.platform.order import VirtualOrder, Window
 from shoal.platform.row_group_stream import Execution, ReadOptions, ReadResult, plan_reads
@@ -121,6 +122,7 @@ class Feeder:
         deadline = time.monotonic() + wait_s
         with self._changed:
             self._report(rank, world_size, keep_from_step, key)
+            faults.reach("feeder.window")
             blocks = self._blocks.get(key)
             if blocks is not None and lost_version is not None and blocks.version <= lost_version:
                 del self._blocks[key]
