@@ -45,8 +45,8 @@ EXPECTATION = (
     "Bound: the disk. A write adds to raw I/O one export copy (memory speed) and one CRC-32 pass (3 GB/s a core), both "
     "in another thread than the sync of the previous part; a load adds the CRC and the import (one hash and one copy "
     "per row). On two cores >= 60 % of raw. A step beside a write limited to 100 MB/s pays for the saved versions of "
-    "rows it changes first and for a few per cent of a core: <= 1.2x. An increment writes its share of the rows' bytes and "
-    "reads all rows once at memory speed, which bounds the time that it saves."
+    "rows it changes first and for a few per cent of a core: <= 1.2x. An increment writes its share of the rows' "
+    "bytes and reads all rows once at memory speed, which bounds the time that it saves."
 )
 ROUNDS = 4
 STEPS = 24
@@ -109,6 +109,12 @@ def make_view(tables: tuple[TableSpec, ...]) -> View:
     )
 
 
+def make_host(tables: tuple[TableSpec, ...]) -> ShardHost:
+    host = ShardHost(tables, num_threads=1)
+    host.assign(make_view(tables).owned_by(0))
+    return host
+
+
 def make_trainer() -> tuple[Trainer, ShardHost]:
     """One worker's trainer on DLRM over 26 tables x 200 k x 32, every row written."""
 
@@ -134,7 +140,7 @@ def make_trainer() -> tuple[Trainer, ShardHost]:
         )
     described = describe_model(model, make_table, {})
     view = make_view(described.tables)
-    host = ShardHost(described.tables, view, 0, num_threads=1)
+    host = make_host(described.tables)
     fill(host)
     owners = [view.owners(t.name) for t in described.tables]
     plan = StepPlan(host.store, described.tables, described.features, owners, rank=0, world_size=1)
@@ -217,7 +223,7 @@ def measure_io(host: ShardHost, folder: Path) -> list[dict]:
     def prepare() -> None:
         stores[:] = []
         gc.collect()
-        stores.append(ShardHost(host.tables, make_view(host.tables), 0, num_threads=1))
+        stores.append(make_host(host.tables))
         drop_from_cache(folder)
 
     def load_ours() -> None:
