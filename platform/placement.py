@@ -163,15 +163,14 @@ def replan_placement(
     wanted = dict(sharding or {})
     by_size = sorted(specs, key=lambda spec: (-table_bytes(spec), spec.name))
     load = [0.0] * world_size
+    slack = LEVEL_TOLERANCE * sum(map(table_bytes, specs)) / world_size
     owners: dict[str, list[int]] = {}
     for spec in by_size:
-        old = base.get(spec.name, (None,) * spec.num_blocks)
+        nobody = (None,) * spec.num_blocks
+        old, held = base.get(spec.name, nobody), (copies or {}).get(spec.name, nobody)
         if is_whole(spec, wanted):
-            kept = [rank for rank in old if rank is not None]
-            chosen = max(set(kept), key=lambda r: (kept.count(r), -r)) if kept else load.index(min(load))
-            owners[spec.name] = [chosen] * spec.num_blocks
+            owners[spec.name] = [_choose_whole(old, held, load, slack)] * spec.num_blocks
         else:
-            held = (copies or {}).get(spec.name, (None,) * spec.num_blocks)
             owners[spec.name] = _spread(old, held, load)
         _add_load(spec, owners[spec.name], load)
     _level(by_size, owners, load, wanted)
@@ -179,6 +178,17 @@ def replan_placement(
         fresh = plan_placement(specs, world_size, sharding=wanted, memory_bytes_per_worker=memory_bytes_per_worker)
         return {table.table: table.owners for table in fresh}
     return {spec.name: tuple(owners[spec.name]) for spec in specs}
+
+
+def _choose_whole(old: Sequence[int | None], held: Sequence[int | None], load: Sequence[float], slack: float) -> int:
+    """Owner of a table that lives on one worker: who owns it now, else who holds copies unless that one is fuller than
+    the emptiest worker by more than ``slack`` bytes, else the emptiest."""
+    kept = [rank for rank in old if rank is not None]
+    if kept:
+        return max(set(kept), key=lambda rank: (kept.count(rank), -rank))
+    lightest = load.index(min(load))
+    holder = held[0]
+    return lightest if holder is None or load[holder] > load[lightest] + slack else holder
 
 
 def _add_load(spec: TableSpec, owners: Sequence[int], load: list[float]) -> None:

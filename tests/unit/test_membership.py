@@ -156,6 +156,19 @@ def test_blocks_of_a_leaver_go_to_who_has_copies_of_them_where_counts_allow():
     assert gained and all(key in base.copied_by(base.buddy(3)) for key in gained)
 
 
+def test_a_whole_table_of_a_leaver_goes_to_who_has_its_copy():
+    tables = tables_of(1000)
+    spec = dataclasses.replace(SPEC, sharding={"t0": ShardingType.TABLE_WISE})
+    base = plan_view(None, 0, members("a@A", "b@B", "c@C"), tables, spec).view
+    owner = base.placement["t0"][0]
+    buddy = base.members[base.buddy(owner)].worker_id
+    staying = [m for m in base.members if m.rank != owner]
+    plan = plan_view(base, 1, staying, tables, spec)
+    assert plan.view.members[plan.view.placement["t0"][0]].worker_id == buddy
+    # Only the new copy of it moves.
+    assert plan.moves.num_blocks == tables[0].num_blocks
+
+
 def test_memory_limit_counts_the_copies():
     tables = tables_of(1_000_000)
     half = table_bytes(tables[0]) // 2
