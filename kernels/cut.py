@@ -54,6 +54,11 @@ class BlockRows:
             count=torch.empty(num_rows, dtype=torch.int64),
         )
 
+    def head(self, num_rows: int) -> BlockRows:
+        """The first rows; shares memory with this."""
+        columns = (self.ids, self.weights, self.slots, self.last_step, self.count)
+        return BlockRows(*(column[:num_rows] for column in columns))
+
     def addresses(self) -> tuple[int, int, int, int, int]:
         """Raw addresses of the columns, in the order the native code takes them."""
         return (
@@ -132,10 +137,10 @@ class Cut:
         the cuts or was dropped between them (send its rows whole then), RuntimeError after ``release``.
         """
         export = _core.ChangeExport(self._cut, since._cut, table, block)
-        rows = BlockRows.empty(self._tables[table], export.num_rows)
-        deleted = torch.empty(export.num_deleted, dtype=torch.int64)
+        rows = BlockRows.empty(self._tables[table], export.num_rows_max)
+        deleted = torch.empty(export.num_rows_max, dtype=torch.int64)
         export.fill(*rows.addresses(), deleted.data_ptr())
-        return BlockChanges(rows, deleted, export.checksum_delta)
+        return BlockChanges(rows.head(export.num_rows), deleted[: export.num_deleted], export.checksum_delta)
 
     def num_changed(self, since: Cut) -> int:
         """An upper bound of the rows that changed, in all blocks, between ``since`` and this cut; cheap. Any thread."""

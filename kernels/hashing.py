@@ -74,19 +74,23 @@ def column_bits(keys: np.ndarray, embedding_dim: int) -> np.ndarray:
     return x
 
 
+def _as_words(columns: np.ndarray) -> np.ndarray:
+    """Each row's bytes as 64-bit words, the last one padded with zeros. uint64[N, W]."""
+    num_bytes = columns.shape[1] * columns.itemsize
+    padded = np.zeros((len(columns), -(-num_bytes // 8) * 8), np.uint8)
+    padded[:, :num_bytes] = np.frombuffer(columns.tobytes(), np.uint8).reshape(len(columns), num_bytes)
+    return padded.view("<u8")
+
+
 def row_hashes_reference(
     ids: np.ndarray, last_step: np.ndarray, count: np.ndarray, slots: np.ndarray, weights: np.ndarray
 ) -> np.ndarray:
     """A 64-bit hash of all that each row is. ids, last_step, count int64[N], slots float32[N, S], weights any [N, D].
 
-    The payload is the bytes of slots, then weights, as little-endian 64-bit words padded with zeros; each word d meets
-    a key k of its place as d + low32(d ^ k) * high32(d ^ k). Native twin: ``csrc/core/store/checksum.h``. uint64[N].
+    The payload is slots, then weights, each as little-endian 64-bit words padded with zeros; each word d meets a key k
+    of its place as d + low32(d ^ k) * high32(d ^ k). Native twin: ``csrc/core/store/checksum.h``. uint64[N].
     """
-    parts = [np.ascontiguousarray(part).reshape(len(ids), -1).view(np.uint8) for part in (slots, weights) if part.size]
-    payload = np.concatenate(parts, axis=1) if parts else np.zeros((len(ids), 0), np.uint8)
-    padded = np.zeros((len(ids), -(-payload.shape[1] // 8) * 8), np.uint8)
-    padded[:, : payload.shape[1]] = payload
-    words = padded.view("<u8")
+    words = np.concatenate([_as_words(slots), _as_words(weights)], axis=1)
     places = np.arange(1, words.shape[1] + 1, dtype=np.uint64)
     mixed = words ^ fmix64(places * np.uint64(GOLDEN64))[None, :]
     terms = words + (mixed & np.uint64(0xFFFFFFFF)) * (mixed >> np.uint64(32))

@@ -112,6 +112,7 @@ void bind_versions(nb::module_& m) {
             new (self) ChangeExport(cut, since, table, block);
           },
           nb::keep_alive<1, 2>(), nb::keep_alive<1, 3>(), "cut"_a, "since"_a, "table"_a, "block"_a)
+      .def_prop_ro("num_rows_max", &ChangeExport::num_rows_max)
       .def_prop_ro("num_rows", &ChangeExport::num_rows)
       .def_prop_ro("num_deleted", &ChangeExport::num_deleted)
       .def_prop_ro("checksum_delta", &ChangeExport::checksum_delta)
@@ -159,7 +160,7 @@ void bind_blocks(nb::class_<RowStore>& store) {
 // The sum of the hashes of rows that come as columns.
 uint64_t rows_checksum(int64_t n, uint64_t ids, uint64_t weights, uint64_t slots, uint64_t last_step, uint64_t count,
                        size_t weight_bytes, size_t slot_bytes) {
-  RowHasher hasher(slot_bytes, weight_bytes);
+  const RowHasher hasher(slot_bytes, weight_bytes);
   uint64_t sum = 0;
   for (int64_t i = 0; i < n; ++i) {
     sum += hasher.hash(address<int64_t>(ids)[i], address<int64_t>(last_step)[i], address<int64_t>(count)[i],

@@ -3,7 +3,7 @@
 #include <stdexcept>
 
 #include "core/store/cut.h"
-#include "core/store/cut_rows.h"
+#include "core/store/copy_row.h"
 #include "core/store/radix_sort.h"
 
 namespace shoal {
@@ -45,42 +45,49 @@ uint64_t Cut::num_changed(Cut& since) {
   return total;
 }
 
-// Built once for a pair of cuts: one pass over the layers' lists, then a counting sort by block.
+// Built once for a pair of cuts: one pass over the layers' lists, then a counting sort by block. All lists stay locked
+// meanwhile: absorbing would move rows from a layer not yet listed to one that has been.
 const ChangeIndex& Cut::changes_since(const Cut& since) {
   if (index_.since_serial == since.layer_->serial) return index_;
+  ChangeIndex index;
   std::vector<uint32_t> first_block;
   uint32_t num_blocks = 0;
   for (const auto& blocks : blocks_) {
     first_block.push_back(num_blocks);
     num_blocks += static_cast<uint32_t>(blocks.size());
   }
-  ChangeIndex index;
   index.starts.assign(num_blocks + 1, 0);
+  index.layers = layers_after(since);
+  std::vector<std::unique_lock<std::mutex>> locks;
+  for (const auto& layer : index.layers) locks.emplace_back(layer->entries_mutex);
   std::vector<ChangeIndex::Change> found;
   std::vector<uint32_t> block_of;
-  const auto add = [&](const SavedHead& head) {
-    const uint32_t block = first_block[head.table] + row_block(head.id(), store_.table(head.table).log2_blocks);
-    found.push_back({static_cast<uint64_t>(head.id()), head.slot});
-    block_of.push_back(block);
-    ++index.starts[block + 1];
-  };
-  for (const auto& layer : layers_after(since)) {
-    const std::lock_guard<std::mutex> lock(layer->entries_mutex);
-    for (const auto& arena : layer->arenas) {
-      arena->records().for_each(add);
-      arena->absents().for_each(add);
+  for (auto layer = index.layers.begin(); layer != index.layers.end(); ++layer) {
+    for (size_t arena = 0; arena < (*layer)->arenas.size(); ++arena) {
+      const auto add = [&](const SavedHead& head, bool exists) {
+        const auto has_it = [&](const auto& older) { return older->arenas[arena]->find(head.slot) != ArenaLayer::kNone; };
+        if (std::any_of(index.layers.begin(), layer, has_it)) return;
+        const uint32_t block = first_block[head.table] + row_block(head.id(), store_.table(head.table).log2_blocks);
+        found.push_back({static_cast<uint64_t>(head.id()), exists ? &head : nullptr, head.slot});
+        block_of.push_back(block);
+        ++index.starts[block + 1];
+      };
+      (*layer)->arenas[arena]->records().for_each([&](const SavedHead& head) { add(head, true); });
+      (*layer)->arenas[arena]->absents().for_each([&](const SavedHead& head) { add(head, false); });
     }
   }
   for (uint32_t block = 0; block < num_blocks; ++block) index.starts[block + 1] += index.starts[block];
   std::vector<size_t> at(index.starts.begin(), index.starts.end() - 1);
   index.changes.resize(found.size());
   for (size_t i = 0; i < found.size(); ++i) index.changes[at[block_of[i]]++] = found[i];
+  index.layers.erase(index.layers.begin());
   index.since_serial = since.layer_->serial;
   index_ = std::move(index);
   return index_;
 }
 
-ChangeExport::ChangeExport(Cut& cut, Cut& since, uint32_t table, uint32_t block) : arena_(cut.store_.arena_of(table)) {
+ChangeExport::ChangeExport(Cut& cut, Cut& since, uint32_t table, uint32_t block)
+    : arena_(cut.store_.arena_of(table)), hasher_(cut.store_.hasher_of(table)) {
   if (&cut == &since) throw std::invalid_argument("changes are those since an older cut of the same store");
   lock_ = std::unique_lock<std::mutex>(cut.mutex_, std::defer_lock);
   since_lock_ = std::unique_lock<std::mutex>(since.mutex_, std::defer_lock);
@@ -95,47 +102,45 @@ ChangeExport::ChangeExport(Cut& cut, Cut& since, uint32_t table, uint32_t block)
   const ChangeIndex& index = cut.changes_since(since);
   size_t place = block;
   for (uint32_t t = 0; t < table; ++t) place += cut.blocks_[t].size();
-  std::vector<Change> changes(index.changes.begin() + index.starts[place], index.changes.begin() + index.starts[place + 1]);
+  changes_.assign(index.changes.begin() + index.starts[place], index.changes.begin() + index.starts[place + 1]);
+  radix_sort(&changes_, [](const Change& change) { return change.id; });
   reader_ = std::make_unique<CutReader>(store, &cut, table);
-  CutReader before(store, &since, table);
-  radix_sort(&changes, [](const Change& change) { return change.id; });
-  compare(before, changes, store.hasher_of(table));
 }
 
-// One id may have several slots, deleted in one and made in another, and a slot may be named by several layers.
-void ChangeExport::compare(CutReader& before, const std::vector<Change>& changes, const RowHasher& hasher) {
+void ChangeExport::fill(const RowColumns& to, int64_t* deleted) {
   constexpr size_t kAhead = 8;
-  for (size_t i = 0; i < changes.size();) {
-    const uint64_t id = changes[i].id;
-    bool was_there = false, is_there = false, is_equal = false;
-    size_t end = i;
-    for (; end < changes.size() && changes[end].id == id; ++end) {
-      if (end + kAhead < changes.size()) arena_.prefetch(changes[end + kAhead].slot);
-      const uint32_t slot = changes[end].slot;
-      const auto is_again = [&](const Change& earlier) { return earlier.slot == slot; };
-      if (std::any_of(changes.begin() + i, changes.begin() + end, is_again)) continue;
-      bool is_absent;
-      const SavedHead* old = before.find_saved(slot, &is_absent);
-      const std::byte* now = reader_->read(slot);
-      if (old != nullptr) {
-        was_there = true;
-        delta_ -= hasher.hash(old->record());
-      }
-      if (now == nullptr) continue;
-      is_there = true;
-      delta_ += hasher.hash(now);
-      is_equal = old != nullptr && is_same_row(arena_.layout, old->record(), now);
-      rows_.push_back(changes[end]);
+  for (size_t i = 0, ahead = 0; i < changes_.size();) {
+    size_t end = i + 1;
+    while (end < changes_.size() && changes_[end].id == changes_[i].id) ++end;
+    for (; ahead < std::min(end + kAhead, changes_.size()); ++ahead) {
+      const Change& next = changes_[ahead];
+      reader_->prefetch(next.slot);
+      if (next.before != nullptr) prefetch_range(next.before->record(), arena_.layout.stride);
     }
-    if (is_equal) rows_.pop_back();
-    if (was_there && !is_there) deleted_.push_back(static_cast<int64_t>(id));
+    compare(&changes_[i], &changes_[i] + (end - i), to, deleted);
     i = end;
   }
 }
 
-void ChangeExport::fill(const RowColumns& to, int64_t* deleted) {
-  copy_rows(*reader_, arena_, rows_, to);
-  std::copy(deleted_.begin(), deleted_.end(), deleted);
+// All changes of one id. There are several where a row was deleted in one slot and made again in another: at either cut
+// at most one of them holds it.
+void ChangeExport::compare(const Change* first, const Change* last, const RowColumns& to, int64_t* deleted) {
+  bool was_there = false, is_there = false, is_equal = false;
+  for (const Change* change = first; change != last; ++change) {
+    const std::byte* before = change->before == nullptr ? nullptr : change->before->record();
+    const std::byte* now = reader_->read(change->slot);
+    was_there = was_there || before != nullptr;
+    if (before != nullptr && now != nullptr && is_same_row(arena_.layout, before, now)) {
+      is_equal = true;
+      continue;
+    }
+    if (before != nullptr) delta_ -= hasher_.hash(before);
+    if (now == nullptr) continue;
+    is_there = true;
+    delta_ += hasher_.hash(now);
+    copy_row(arena_.layout, now, static_cast<size_t>(num_rows_++), to);
+  }
+  if (was_there && !is_there && !is_equal) deleted[num_deleted_++] = static_cast<int64_t>(first->id);
 }
 
 }  // namespace shoal

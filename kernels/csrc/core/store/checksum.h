@@ -12,31 +12,25 @@
 
 namespace shoal {
 
-// Hashes rows of one width. The payload is the row's slots, then its weights, as little-endian 64-bit words, padded with
-// zeros. Each word d meets a key k of its place: the sum of d + low32(d ^ k) * high32(d ^ k) costs one multiplication a
-// word and vectorises; it is the multiply-and-add of UMAC's NH and of XXH3 (sources: RFC 4418 section 5.2; xxHash).
+// Hashes rows of one width. The payload is the row's slots, then its weights, each as little-endian 64-bit words padded
+// with zeros. Each word d meets a key k of its place: the sum of d + low32(d ^ k) * high32(d ^ k) costs one
+// multiplication a word and vectorises; it is the multiply-and-add of UMAC's NH and of XXH3 (sources: RFC 4418 section
+// 5.2; xxHash).
 class RowHasher {
  public:
   RowHasher(size_t slot_bytes, size_t weight_bytes);
   // A record that exists.
   uint64_t hash(const std::byte* record) const {
     const RowHeader* head = header(record);
-    return mix(head->id, head->last_step, head->state & kCountMask, record + kHeaderBytes);
+    const std::byte* slots = record + kHeaderBytes;
+    return hash(head->id, head->last_step, head->state & kCountMask, slots, slots + slot_bytes_);
   }
   // The same row given as columns.
-  uint64_t hash(int64_t id, int64_t last_step, int64_t count, const std::byte* slots, const std::byte* weights);
+  uint64_t hash(int64_t id, int64_t last_step, int64_t count, const std::byte* slots, const std::byte* weights) const;
 
  private:
-  uint64_t mix(int64_t id, int64_t last_step, uint64_t count, const std::byte* payload) const {
-    const uint64_t head = fmix64(fmix64(static_cast<uint64_t>(id) + kGolden64) +
-                                 ((static_cast<uint64_t>(last_step) << 32) | count));
-    return fmix64(head + sum_words(payload));
-  }
-  uint64_t sum_words(const std::byte* payload) const;
-
   const size_t slot_bytes_, weight_bytes_;
   std::vector<uint64_t> keys_;
-  std::vector<std::byte> row_;  // The payload of a row that comes as columns.
 };
 
 }  // namespace shoal

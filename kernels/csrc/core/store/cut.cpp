@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <stdexcept>
 
-#include "core/store/cut_rows.h"
+#include "core/store/copy_row.h"
 #include "core/store/radix_sort.h"
 
 namespace shoal {
@@ -65,6 +65,11 @@ const SavedHead* CutReader::find_saved(uint32_t slot, bool* is_absent) const {
     return *is_absent ? nullptr : saved.saved(code);
   }
   return nullptr;
+}
+
+void CutReader::prefetch(uint32_t slot) const {
+  arena_.prefetch(slot);
+  for (const auto& layer : layers_) layer->arenas[arena_index_]->prefetch(slot);
 }
 
 const std::byte* CutReader::read(uint32_t slot) {
@@ -136,6 +141,14 @@ void BlockExport::collect_rows(const std::shared_ptr<IdMap>& map, uint32_t block
   rows_.erase(std::unique(rows_.begin(), rows_.end(), is_same), rows_.end());
 }
 
-void BlockExport::fill(const RowColumns& to) { copy_rows(*reader_, arena_, rows_, to); }
+void BlockExport::fill(const RowColumns& to) {
+  constexpr size_t kAhead = 8;
+  for (size_t i = 0; i < rows_.size(); ++i) {
+    if (i + kAhead < rows_.size()) reader_->prefetch(rows_[i + kAhead].slot);
+    const std::byte* record = reader_->read(rows_[i].slot);
+    if (record == nullptr) throw std::logic_error("a row vanished between counting and copying");
+    copy_row(arena_.layout, record, i, to);
+  }
+}
 
 }  // namespace shoal

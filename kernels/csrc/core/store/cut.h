@@ -10,15 +10,18 @@
 
 namespace shoal {
 
-// The rows that may differ between an older cut and this one, by block.
+// The rows that may differ between an older cut and this one, by block; each slot once.
 struct ChangeIndex {
   struct Change {
     uint64_t id;
+    const SavedHead* before;  // As saved by the oldest layer that has it; null if no row was there.
     uint32_t slot;
   };
   uint32_t since_serial = 0;
   std::vector<size_t> starts;  // By table and block, one more than there are blocks.
   std::vector<Change> changes;
+  // What `before` points into, but for the older cut's own layer: that lives as long as the older cut.
+  std::vector<std::shared_ptr<CutLayer>> layers;
 };
 
 // A frozen view of the store as it was when the cut was opened; opened by the training thread at a step boundary,
@@ -57,14 +60,15 @@ class Cut {
 class CutReader {
  public:
   CutReader(RowStore& store, const Cut* cut, uint32_t table);
+  void prefetch(uint32_t slot) const;
   // The record of a slot, valid until the next read; null if no row was there.
   const std::byte* read(uint32_t slot);
-  // The record that was saved since the cut: null if none was, or (`is_absent`) if there was no row at the cut.
-  const SavedHead* find_saved(uint32_t slot, bool* is_absent) const;
   // Slots of rows that were deleted from the map since the cut.
   std::vector<uint32_t> deleted(const IdMap* map);
 
  private:
+  // The record that was saved since the cut: null if none was, or (`is_absent`) if there was no row at the cut.
+  const SavedHead* find_saved(uint32_t slot, bool* is_absent) const;
   void refresh_layers();
 
   RowStore& store_;
@@ -101,26 +105,31 @@ class BlockExport {
 };
 
 // What changed in a block between the cut `since` and the younger `cut`: rows made or updated, with their values at
-// `cut`, and ids deleted; both sorted by id as uint64. Costs the changed rows. Counts first, then fills.
+// `cut`, and ids deleted; both sorted by id as uint64. Costs the rows written in between.
 class ChangeExport {
  public:
   // Throws std::invalid_argument unless both cuts are of one store, in this order, and one life of the block spans them.
   ChangeExport(Cut& cut, Cut& since, uint32_t table, uint32_t block);
-  int64_t num_rows() const { return static_cast<int64_t>(rows_.size()); }
-  int64_t num_deleted() const { return static_cast<int64_t>(deleted_.size()); }
+  // At least as many as there are changed rows, and as there are deleted ids.
+  int64_t num_rows_max() const { return static_cast<int64_t>(changes_.size()); }
+  // Fill columns that hold num_rows_max() rows, and as many deleted ids; once.
+  void fill(const RowColumns& to, int64_t* deleted);
+  // What was filled.
+  int64_t num_rows() const { return num_rows_; }
+  int64_t num_deleted() const { return num_deleted_; }
   // Sum of hash(row at cut) - hash(row at since) over the changes, modulo 2^64.
   uint64_t checksum_delta() const { return delta_; }
-  void fill(const RowColumns& to, int64_t* deleted);
 
  private:
   using Change = ChangeIndex::Change;
-  void compare(CutReader& before, const std::vector<Change>& changes, const RowHasher& hasher);
+  void compare(const Change* first, const Change* last, const RowColumns& to, int64_t* deleted);
 
   const Arena& arena_;
+  const RowHasher& hasher_;
   std::unique_lock<std::mutex> lock_, since_lock_;
   std::unique_ptr<CutReader> reader_;
-  std::vector<Change> rows_;
-  std::vector<int64_t> deleted_;
+  std::vector<Change> changes_;
+  int64_t num_rows_ = 0, num_deleted_ = 0;
   uint64_t delta_ = 0;
 };
 

@@ -112,6 +112,10 @@ class ArenaLayer {
     const std::atomic<uint32_t>* codes = index_[slot >> shift_].load(std::memory_order_acquire);
     return codes == nullptr ? kNone : codes[slot & mask_].load(std::memory_order_acquire);
   }
+  void prefetch(uint32_t slot) const {
+    const std::atomic<uint32_t>* codes = index_[slot >> shift_].load(std::memory_order_acquire);
+    if (codes != nullptr) __builtin_prefetch(codes + (slot & mask_), 0, 3);
+  }
   const SavedHead* saved(uint32_t code) const { return records_.entry(code - 1); }
   // Add everything of a younger layer that this one does not have.
   void absorb(const ArenaLayer& younger);

@@ -1,11 +1,9 @@
-// Rows of a cut copied to columns.
+// A record as columns.
 #pragma once
 
 #include <cstring>
-#include <stdexcept>
-#include <vector>
 
-#include "core/store/cut.h"
+#include "core/store/rowstore.h"
 
 namespace shoal {
 
@@ -18,18 +16,6 @@ inline void copy_row(const RecordLayout& layout, const std::byte* record, size_t
   to.count[at] = head->state & kCountMask;
   if (slot_bytes != 0) std::memcpy(to.slots + at * layout.slot_width, slots(record), slot_bytes);
   std::memcpy(to.weights + at * weight_bytes, record + layout.weights_offset, weight_bytes);
-}
-
-// Copy what `rows` (of `id` and `slot`) were at the reader's cut into the columns.
-template <typename Row>
-void copy_rows(CutReader& reader, const Arena& arena, const std::vector<Row>& rows, const RowColumns& to) {
-  constexpr size_t kAhead = 8;
-  for (size_t i = 0; i < rows.size(); ++i) {
-    if (i + kAhead < rows.size()) arena.prefetch(rows[i + kAhead].slot);
-    const std::byte* record = reader.read(rows[i].slot);
-    if (record == nullptr) throw std::logic_error("a row vanished between counting and copying");
-    copy_row(arena.layout, record, i, to);
-  }
 }
 
 }  // namespace shoal
