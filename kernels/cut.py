@@ -56,18 +56,15 @@ class BlockRows:
 
     def head(self, num_rows: int) -> BlockRows:
         """The first rows; shares memory with this."""
-        columns = (self.ids, self.weights, self.slots, self.last_step, self.count)
-        return BlockRows(*(column[:num_rows] for column in columns))
+        return BlockRows(*(column[:num_rows] for column in self.columns()))
+
+    def columns(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        return self.ids, self.weights, self.slots, self.last_step, self.count
 
     def addresses(self) -> tuple[int, int, int, int, int]:
         """Raw addresses of the columns, in the order the native code takes them."""
-        return (
-            self.ids.data_ptr(),
-            self.weights.data_ptr(),
-            self.slots.data_ptr(),
-            self.last_step.data_ptr(),
-            self.count.data_ptr(),
-        )
+        ids, weights, slots, last_step, count = self.columns()
+        return ids.data_ptr(), weights.data_ptr(), slots.data_ptr(), last_step.data_ptr(), count.data_ptr()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,7 +92,7 @@ def rows_checksum(rows: BlockRows) -> int:
     Equals ``hashing.rows_checksum_reference``. Raises ValueError for columns that are not contiguous.
     """
     n = len(rows)
-    if not all(column.is_contiguous() for column in (rows.ids, rows.weights, rows.slots, rows.last_step, rows.count)):
+    if not all(column.is_contiguous() for column in rows.columns()):
         raise ValueError("rows_checksum needs contiguous columns")
     weight_bytes = rows.weights.shape[1] * rows.weights.element_size()
     return _core.rows_checksum(n, *rows.addresses(), weight_bytes, rows.slots.shape[1] * 4)

@@ -84,7 +84,7 @@ std::shared_ptr<IdMap> RowStore::require_block(uint32_t table, uint32_t block, b
   const TableState& state = states_.at(table);
   *is_owned = state.blocks.at(block) != nullptr;
   const auto& map = *is_owned ? state.blocks[block] : state.replicas[block];
-  if (map == nullptr) throw std::invalid_argument(name_of(tables_[table], block) + " is not owned");
+  if (map == nullptr) throw std::invalid_argument(name_of(tables_[table], block) + " is not held");
   return map;
 }
 
