@@ -11,9 +11,9 @@ Invariants, asserted by number in the test:
    its replacement, else rank 0.
 6. Deciding again from the same arguments gives the same decision.
 
-Who contributed (5): the members of ``base``. Bins of workers that left or were lost before it was decided are part of
-those of its rank 0, which merges them before it enters the view's first exchange; so nobody's are counted twice when a
-view fails soon after it began. Only a rank 0 that does not know of ``base`` yet has still its own alone.
+Metric bins are raw (5): a snapshot holds what its worker counted by itself. Bins that an earlier recovery or a leaver
+has handed over stay under their origin's name, with their step, until a later snapshot is protected; so a recovery to
+that step hands them over again, and however often it is tried each origin counts once.
 """
 
 from __future__ import annotations
@@ -166,8 +166,8 @@ def _from_memory(case: _Case, step: int, rows_reported: Mapping[str, int]) -> Re
     reason = f"back to the snapshot of step {step}; {view_plan.reason}"
     if lost:
         reason += f"; {len(lost)} row blocks that nobody has come from {case.checkpoint}"
-    origins = supply.contributors(step, case.base)
-    unknown = [origin for origin in origins if not supply.has_aux(step, origin)]
+    origins = supply.origins(step)
+    unknown = [member.worker_id for member in case.base.members if member.worker_id not in origins]
     if unknown:
         reason += f"; metrics counted by {', '.join(unknown)} since the last evaluation are lost"
     plan = RecoveryPlan(
@@ -257,28 +257,15 @@ class _Supply:
     def has_dense(self, step: int, worker: str) -> bool:
         return worker in self._dense.get(step, ())
 
-    def has_aux(self, step: int, origin: str) -> bool:
-        """Whether somebody can bring the metric bins that ``origin`` had counted at ``step``."""
-        return self.has_dense(step, origin) or any(step in h.aux.get(origin, ()) for h in self._holdings.values())
+    def origins(self, step: int) -> list[str]:
+        """Workers whose metric bins at ``step`` somebody can bring, themselves or others."""
+        kept = {w for held in self._holdings.values() for w, steps in held.aux.items() if step in steps}
+        return sorted(kept.union(self._dense.get(step, ())))
 
     def highest(self, blocks: Sequence[tuple[str, int]], floor: int | None) -> int | None:
         """The highest step, not below ``floor``, at which somebody brings each of ``blocks`` and the dense state."""
         steps = (step for step in self._dense if floor is None or step >= floor)
         return max((step for step in steps if all(self.holders(step, *key) for key in blocks)), default=None)
-
-    def contributors(self, step: int, base: View) -> list[str]:
-        """Workers whose metric bins at ``step`` make up the whole."""
-        origins = [member.worker_id for member in base.members]
-        first = self._holdings.get(origins[0])
-        if first is None or first.view is None or first.view.epoch >= base.epoch:
-            return origins
-        before = {member.worker_id for member in first.view.members}
-        for member in first.view.members:
-            heir = base.members[member.rank].worker_id if member.rank < base.world_size else ""
-            has_been_replaced = heir not in before and self.has_dense(step, heir)
-            if member.worker_id not in origins and not has_been_replaced:
-                origins.append(member.worker_id)
-        return origins
 
     @property
     def steps(self) -> list[int]:
@@ -334,14 +321,12 @@ class _Supply:
         another to its own."""
         members = {member.worker_id for member in view.members}
         pairs: dict[tuple[str, str], list[str]] = {}
-        for origin in sorted(origins):
-            if origin in members and self.has_dense(step, origin):
+        for origin in origins:
+            is_own = self.has_dense(step, origin)
+            if origin in members and is_own:
                 continue
             able = [worker for worker, held in self._holdings.items() if step in held.aux.get(origin, ())]
-            if self.has_dense(step, origin):
-                able.insert(0, origin)
-            if not able:
-                continue
+            able = [origin, *able] if is_own else able
             # A member that has fallen behind its own buddy gets its own back.
             heir = origin if origin in members else replacement_of.get(origin, "")
             target = heir if heir in members else view.members[0].worker_id
