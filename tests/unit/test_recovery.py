@@ -217,6 +217,38 @@ def test_metric_bins_of_every_origin_reach_exactly_one_member(case):
             assert has_it
 
 
+@settings(max_examples=100, deadline=None)
+@given(data=st.data(), hosts=st.lists(st.sampled_from("abcd"), min_size=2, max_size=7))
+def test_losing_one_host_at_a_time_loses_no_protected_step(data, hosts):
+    """Promise 5, through a run of losses, replacements and re-protection; the next snapshot may be under way."""
+    names = [f"{host}{number}" for number, host in enumerate(hosts)]
+    view, protected, num_new = view_of(*names), 10, 0
+    for _ in range(data.draw(st.integers(1, 4))):
+        if len(set(view.hosts)) < 2:
+            return
+        lost_host = data.draw(st.sampled_from(sorted(set(view.hosts))))
+        staged = {m.worker_id for m in view.members if data.draw(st.booleans())}
+        holdings = []
+        for member in view.members:
+            steps = (protected, protected + 10)
+            copies = steps if member.worker_id in staged else steps[:1]
+            holdings.append(held(view, member.worker_id, *steps, applied=protected + 15, copies=copies))
+        living = [one for one in holdings if view.members[view.rank_of(one.worker_id)].host != lost_host]
+        survivors = [worker(one.worker_id) for one in living]
+        lost = [m.worker_id for m in view.members if m.host == lost_host]
+        joiners = [
+            NewMember(worker_id=f"n{num_new + i}", host=data.draw(st.sampled_from("abcd")))
+            for i in range(data.draw(st.integers(0, len(lost))))
+        ]
+        num_new += len(joiners)
+        replaced = dict(zip((one.worker_id for one in joiners), lost))
+        decision = recover(living, view, survivors + joiners, replaced=replaced, floor=None, durable_step=0)
+        assert not decision.plan.from_checkpoint and decision.plan.step >= protected  # 1
+        assert not decision.plan.lost_blocks
+        check(decision, {one.worker_id: one for one in living}, view, 0)
+        view, protected = decision.view, decision.plan.step
+
+
 # ---- named cases --------------------------------------------------------------------------------------------------
 
 ABC = view_of("a1", "b1", "c1")
