@@ -25,6 +25,7 @@ from shoal.actors.shelf import Shelf, Snapshot
 from shoal.actors.transfer import TransferClient
 from shoal.actors.wire import NO_IDS, Kind, Reply, Section, encode_sections, signed, unsigned
 from shoal.kernels import cut as cuts
+from shoal.kernels import faults
 from shoal.kernels.cut import BlockRows
 from shoal.kernels.errors import PeerError
 from shoal.kernels.spec import TableSpec
@@ -270,6 +271,7 @@ class Channel:
                 del self._todo[key]
                 self._at[key] = snapshot
                 self._adjust_holds()
+        faults.reach("prepare.base")
         meta = {"step": snapshot.step, "sections": len(sections)}
         self._heed(client.post(Kind.BASE, self.epoch, meta, encode_sections(sections), is_paced=True))
         if not self._todo:
@@ -286,6 +288,7 @@ class Channel:
         num_rows = num_bytes = 0
 
         def flush() -> None:
+            faults.reach("snapshot.send")
             meta = {"step": snapshot.step, "sections": len(sections)}
             self._heed(client.post(Kind.CHANGES, self.epoch, meta, encode_sections(sections)))
             sections.clear()

@@ -26,6 +26,7 @@ import numpy as np
 from shoal.actors.messages import BlockSet, Copies
 from shoal.actors.wire import Section, signed, unsigned
 from shoal.kernels import cut as cuts
+from shoal.kernels import faults
 from shoal.kernels.errors import ExchangeTimeoutError, PeerError
 from shoal.kernels.rowstore import RowStore
 from shoal.kernels.spec import TableSpec
@@ -411,6 +412,7 @@ class CopyHolder:
                 for section in staged.sections:
                     changes = cuts.BlockChanges(section.rows, section.deleted, 0)
                     checksum = unsigned(checksum + self.store.apply_changes(*key, changes))
+                    faults.reach("snapshot.fold")
                     self.counters.rows_folded += len(section.rows) + section.deleted.numel()
                 if staged.sections:
                     rows = self.store.num_replica_rows(*key)

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from shoal.actors.messages import PrepareProgress, View
 from shoal.actors.open_view import OpenView
 from shoal.actors.protocol_messages import CutOverCalled, News, PrepareFailed, PrepareReady
+from shoal.kernels import faults
 from shoal.kernels.errors import PeerError
 
 #: How often it is looked whether the copies are current.
@@ -47,6 +48,7 @@ class Preparation:
 
     def _run(self, open_view: Callable[[], OpenView | None]) -> None:
         try:
+            faults.reach("prepare.form")
             opened = open_view()
             with self._lock:
                 self._opened, self._is_formed = opened, True
@@ -57,6 +59,7 @@ class Preparation:
                 if progress.error is not None:
                     raise PeerError(progress.error)
                 if progress.is_ready or self._wait_for_dense is not None:
+                    faults.reach("prepare.ready")
                     self._tell(PrepareReady(self.view.epoch))
                     break
             self._await_call()

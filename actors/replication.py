@@ -38,6 +38,7 @@ from shoal.actors.shelf import Shelf
 from shoal.actors.snapshot import RateLimiter
 from shoal.actors.transfer import TransferClient, TransferServer
 from shoal.actors.wire import Kind, Message, RefusedError, Reply, decode_sections, encode_sections
+from shoal.kernels import faults
 from shoal.kernels.errors import ExchangeTimeoutError, PeerError, ProtocolError
 from shoal.kernels.rowstore import RowStore
 from shoal.kernels.spec import TableSpec
@@ -654,7 +655,9 @@ class Replicator:
             size = 40 * int(meta["blocks"])
             aux = payload[size:].tobytes() if meta["has_aux"] else None
             table = payload[:size].view(np.int64).reshape(-1, 5)
-            return Reply(meta={"wrong": self.copies.finish(header.sender, int(meta["step"]), table, aux)})
+            wrong = self.copies.finish(header.sender, int(meta["step"]), table, aux)
+            faults.reach("snapshot.ack")
+            return Reply(meta={"wrong": wrong})
         if header.kind is Kind.BLOB:
             self._blobs.add(meta, payload)
             return Reply()

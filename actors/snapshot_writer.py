@@ -21,6 +21,7 @@ from shoal.actors.dense import DenseReplica
 from shoal.actors.messages import SnapshotPart
 from shoal.actors.shard_host import ShardHost
 from shoal.actors.snapshot import Delta, PendingSnapshot, RateLimiter, write_dense, write_in_background, write_snapshot
+from shoal.kernels import faults
 from shoal.kernels.errors import StorageError
 from shoal.kernels.metrics import BinaryMetrics
 
@@ -119,6 +120,7 @@ class SnapshotWriter:
                 files = write_files(limiter)
             except BaseException as error:  # the thread's edge: the part says what went wrong
                 failure = f"{type(error).__name__}: {error}"
+            faults.reach("checkpoint.written")
             # Here, not in a done-callback: those run after waiters wake, and a worker that has finished waiting may be
             # polled for the last time before its part is there.
             self._on_part(

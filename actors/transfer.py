@@ -38,6 +38,7 @@ from shoal.actors.wire import (
     encode,
     is_intact,
 )
+from shoal.kernels import faults
 from shoal.kernels.errors import ExchangeTimeoutError, PeerError, ProtocolError
 
 logger = logging.getLogger(__name__)
@@ -151,6 +152,8 @@ class TransferServer:
         _receive(connection, memoryview(text), deadline_s)
         _receive(connection, memoryview(payload), deadline_s)
         self.bytes_received += HEADER_BYTES + len(text) + payload.size
+        if faults.reach("wire.serve"):
+            return True
         kind, reply = self._answer(header, text, payload)
         if kind is Kind.REFUSED:
             self.num_refused += 1
@@ -299,6 +302,8 @@ class TransferClient:
     def _transmit(self, buffers: list[memoryview], is_paced: bool = False) -> None:
         try:
             connection = self._connected()
+            if faults.reach("wire.send"):
+                return
             for part in _paced(buffers, self._limiter) if is_paced and self._limiter.bytes_per_s else (buffers,):
                 _send(connection, part, time.monotonic() + self._timeout_s)
             self.bytes_sent += sum(map(len, buffers))

@@ -16,12 +16,14 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+from shoal.actors.fault_roles import take_roles
 from shoal.actors.feed import Assignment
 from shoal.actors.messages import BlockSet, Holdings, Member, RecoveryPlan, Shipment, View
 from shoal.actors.open_view import OpenOptions, OpenView
 from shoal.actors.preparation import Preparation
 from shoal.actors.protocol_messages import News
 from shoal.actors.state_blob import decode_metrics, encode_dense, encode_metrics, load_dense
+from shoal.kernels import faults
 from shoal.kernels.errors import PeerError, ProtocolError
 
 if TYPE_CHECKING:
@@ -111,6 +113,7 @@ class ViewChanges:
         """Enter the run's first view, from step 0 or from a checkpoint; returns when all ranks have."""
         rank = self._rank_in(view)
         self.timings = {}
+        take_roles(self.worker_id, self.view, view)
         if self._replicator is not None:
             self._replicator.expect(view)
         with self._timed("form"):
@@ -122,7 +125,7 @@ class ViewChanges:
             trainer = self._trainer_over(session, step)
             if restore is not None:
                 self._load(trainer, restore, rank)
-        self._enter(view, rank, opened, trainer)
+        self._enter(view, rank, opened, trainer, "join")
 
     def _load(self, trainer: Trainer, restore: Restore, rank: int) -> None:
         """Everything this rank owns, and the dense state, from a checkpoint."""
@@ -142,6 +145,8 @@ class ViewChanges:
         replicator = self._replicator
         assert replicator is not None, "a world of one process does not change"
         rank = view.rank_of(self.worker_id)
+        take_roles(self.worker_id, self.view, view)
+        faults.reach("prepare.begin")
         replicator.expect(view)
         if self.view is not None:
             replicator.prepare(view)
@@ -160,6 +165,7 @@ class ViewChanges:
             preparation.cancel()
             assert self._replicator is not None
             self._replicator.cancel_prepare(preparation.view.epoch)
+            take_roles(self.worker_id, self.view)
 
     # ---- cutting over ---------------------------------------------------------------------------------------------
 
@@ -171,6 +177,7 @@ class ViewChanges:
         """
         self.timings = {}
         assert self.preparation is not None and self.preparation.view.epoch == view.epoch, "the view is not prepared"
+        faults.reach("cutover.called")
         if old is None:
             self._join_cut_over(view, step)
         else:
@@ -185,14 +192,17 @@ class ViewChanges:
             trainer.feed.reassign(assignment_of(view, rank), step)
         with self._timed("close"):
             trainer.session.close(step)
+        faults.reach("cutover.closed")
         with self._timed("dense"):
             self._send_dense_to_joiners(old, view, trainer)
         with self._timed("copy"):
             replicator.cut_over(step, view, encode_metrics(trainer.metrics), self._options.copy_timeout_s)
+        faults.reach("cutover.copied")
         with self._timed("agree"):
             # Every rank has come this far, so the state of this step is held everywhere under the new view. Only now
             # may copies be folded to it: until here a failure goes back to the last protected snapshot.
             trainer.session.close(step)
+        faults.reach("cutover.agreed")
         opened, self.preparation = preparation.take(), None
         if rank is None:
             replicator.flip(view, None, step)
@@ -204,10 +214,11 @@ class ViewChanges:
         try:
             with self._timed("flip"):
                 self._own(view, rank, step, may_be_empty=BlockSet())
+                faults.reach("cutover.flip")
                 trainer.bind(opened.take_over(start_timeout_s=0.0))
             if rank == 0:
                 self._adopt(trainer, step, replicator.aux_for_merge(step))
-            self._enter(view, rank, opened, trainer)
+            self._enter(view, rank, opened, trainer, "cutover")
         finally:
             left.close()
 
@@ -220,6 +231,7 @@ class ViewChanges:
             received = replicator.receive(
                 view.held_by(rank), step, wants_dense=True, timeout_s=self._options.copy_timeout_s
             )
+        faults.reach("cutover.copied")
         self.current, self.preparation = preparation.take(), None
         opened = self.current
         assert opened is not None and received.dense is not None
@@ -228,9 +240,10 @@ class ViewChanges:
             load_dense(trainer, received.dense)
         with self._timed("flip"):
             self._own(view, rank, step, may_be_empty=BlockSet())
+        faults.reach("cutover.flip")
         if rank == 0:
             self._adopt(trainer, step, replicator.aux_for_merge(step))
-        self._enter(view, rank, opened, trainer)
+        self._enter(view, rank, opened, trainer, "cutover")
 
     def _send_dense_to_joiners(self, old: View, view: View, trainer: Trainer) -> None:
         """One worker sends the dense state to every joiner, which also tells them that the cutover is on (V4)."""
@@ -258,11 +271,13 @@ class ViewChanges:
             preparation.cancel()
         if self._replicator is not None:
             self._replicator.park()
+        faults.reach("recovery.parked")
 
     def holdings(self) -> Holdings:
         """What this worker can bring into a recovered view (F4)."""
         if self._replicator is None:
             return Holdings(worker_id=self.worker_id, view=self.view, applied=self.step, snapshots=(), owned=BlockSet())
+        faults.reach("recovery.holdings")
         held = self._replicator.holdings()
         return Holdings(
             worker_id=self.worker_id,
@@ -291,6 +306,7 @@ class ViewChanges:
         self.park()
         rank = view.rank_of(self.worker_id)
         self.timings, self._metrics_before = {}, None
+        take_roles(self.worker_id, self.view, view)
         replicator.expect(view)
         if rank is None:
             with self._timed("copy"):
@@ -318,11 +334,12 @@ class ViewChanges:
             else:
                 trainer.start_over(self._build_model())
         trainer.feed.reassign(assignment_of(view, rank), trainer.step)
-        self._enter(view, rank, opened, trainer)
+        self._enter(view, rank, opened, trainer, "recovery")
 
     def _recover_from_copies(self, view: View, rank: int, plan: RecoveryPlan) -> None:
         with self._timed("roll_back"):
             self._roll_back(plan.step)
+        faults.reach("recovery.rolled_back")
         if self.trainer is not None:
             self.trainer.feed.reassign(assignment_of(view, rank), plan.step)
         with self._timed("copy"):
@@ -339,7 +356,7 @@ class ViewChanges:
             if dense is not None:
                 load_dense(trainer, dense)
             self._adopt(trainer, plan.step, metrics)
-        self._enter(view, rank, opened, trainer)
+        self._enter(view, rank, opened, trainer, "recovery")
 
     def _roll_back(self, step: int) -> None:
         """Rows, copies and training state as of ``step`` applied steps, as far as this worker has them."""
@@ -379,6 +396,7 @@ class ViewChanges:
         replicator = self._replicator
         assert replicator is not None
         aux = {worker_id: self._aux_of(worker_id, step) for worker_id in shipment.aux_of}
+        faults.reach("recovery.ship")
         replicator.ship(target, epoch, step, shipment.blocks, dense=dense if shipment.has_dense else None, aux=aux)
 
     def _aux_of(self, worker_id: str, step: int) -> bytes:
@@ -398,12 +416,14 @@ class ViewChanges:
     def take_snapshot(self, step: int) -> None:
         """Freeze this rank's state at this boundary; its changes travel to their holders in the background (F3)."""
         assert self._replicator is not None and self.trainer is not None
+        faults.reach("snapshot.cut")
         self._snapshots[step] = snapshot = self.trainer.take_snapshot()
         self._replicator.snapshot(step, encode_metrics(snapshot.metrics))
 
     def protect(self, protected: int) -> None:
         """Let go of what lies before a snapshot that all ranks have acknowledged."""
         assert self._replicator is not None and self.trainer is not None
+        faults.reach("snapshot.protected")
         self.protected = protected
         self._adopted = {w: kept for w, kept in self._adopted.items() if kept[0] >= protected}
         self._replicator.protect(protected)
@@ -414,6 +434,7 @@ class ViewChanges:
     def release(self, view: View, keep: View | None) -> None:
         """Drop the row blocks that neither ``view``, which is journalled, nor ``keep`` gives to this worker (V5)."""
         assert self._replicator is not None
+        faults.reach("cutover.release")
         if keep is None:
             self._replicator.release(view, view.rank_of(self.worker_id))
             if not self._keeps_snapshots(view):
@@ -432,14 +453,20 @@ class ViewChanges:
         if self._replicator is not None:
             self._replicator.abort()
 
-    def _enter(self, view: View, rank: int, opened: OpenView, trainer: Trainer) -> None:
-        """The first exchange of a view; once it completes on any rank the view is decided (V4)."""
+    def _enter(self, view: View, rank: int, opened: OpenView, trainer: Trainer, way: str) -> None:
+        """The first exchange of a view; once it completes on any rank the view is decided (V4).
+
+        ``way``: how this worker comes to it, as fault points name it: join, cutover or recovery.
+        """
         assert opened.session is not None
+        faults.reach(f"{way}.meet")
         exchange = opened.session.exchange
         exchange.applied = trainer.step - 1
         with self._timed("meet"):
             opened.session.meet(trainer.step, trainer.dense.checksum())
+        faults.reach(f"{way}.decided")
         self.view = view
+        take_roles(self.worker_id, view)
         if self._replicator is not None:
             with self._timed("snapshot"):
                 self.protected = -1

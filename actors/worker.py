@@ -50,6 +50,8 @@ from shoal.actors.sharded import describe_model
 from shoal.actors.snapshot_writer import SnapshotWriter
 from shoal.actors.trainer import LearningRates, LoopSpec, Trainer
 from shoal.actors.view_changes import ChangeOptions, ViewChanges
+from shoal.kernels import faults
+from shoal.kernels.faults import Schedule
 from shoal.kernels.frame import Flag
 from shoal.kernels.spec import IdPolicy, TableSpec
 from shoal.kernels.tables import BaseEmbeddingConfig
@@ -118,6 +120,8 @@ class WorkerSpec:
     #: How long a feed may take for a batch.
     feed_timeout_s: float = 300.0
     elastic: ElasticSpec | None = None
+    #: What goes wrong on purpose (``shoal chaos``).
+    faults: Schedule | None = None
 
 
 class Worker:
@@ -148,6 +152,8 @@ class Worker:
         self._state: WorkerState | None = None
         self._silence_told = False
         self.last_contact = time.monotonic()
+        if spec.faults is not None:
+            faults.install(spec.faults, worker_id)
 
     @property
     def trainer(self) -> Trainer | None:
@@ -257,6 +263,7 @@ class Worker:
 
     def poll(self) -> WorkerPoll:
         """Status, and the records and checkpoint parts since the last poll."""
+        faults.reach("wire.poll")
         self.last_contact = time.monotonic()
         writer, changes, replicator = self._writer, self.changes, self._replicator
         # Asked before the parts are taken: a part delivered in between is then in this poll.

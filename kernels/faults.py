@@ -67,41 +67,67 @@ class Point:
     is_message: bool = False
     #: What a partition blocks.
     is_wire: bool = False
+    #: An exchange or a message may fail here, so that PeerError is no surprise (Action.RAISE).
+    can_fail: bool = False
 
 
 _MEMBERS = (OWNER, BUDDY, RANK0)
 _POINTS = (
-    Point("step.begin", "before the step's header exchange", _MEMBERS),
-    Point("step.header_done", "after the header exchange, before ids travel", _MEMBERS),
-    Point("step.ids_done", "between the exchanges of ids and of values", _MEMBERS),
-    Point("step.values_done", "after the values exchange, before the model runs", _MEMBERS),
-    Point("step.before_gradients", "after backward, before the gradient exchange", _MEMBERS),
-    Point("step.gradients_done", "after the gradient exchange, before anything is applied", _MEMBERS),
-    Point("step.rows_applied", "rows are updated, the dense part is not", _MEMBERS),
-    Point("step.applied", "the step is applied, before the next header", _MEMBERS),
+    Point("join.meet", "before the run's first header exchange", (JOINER,)),
+    Point("join.decided", "the run's first header exchange is complete", (JOINER,)),
+    Point("step.begin", "before the step's header exchange", _MEMBERS, can_fail=True),
+    Point("step.header_done", "after the header exchange, before ids travel", _MEMBERS, can_fail=True),
+    Point("step.ids_done", "between the exchanges of ids and of values", _MEMBERS, can_fail=True),
+    Point("step.values_done", "after the values exchange, before the model runs", _MEMBERS, can_fail=True),
+    Point("step.before_gradients", "after backward, before the gradient exchange", _MEMBERS, can_fail=True),
+    Point("step.gradients_done", "after the gradient exchange, before anything is applied", _MEMBERS, can_fail=True),
+    Point("step.rows_applied", "rows are updated, the dense part is not", _MEMBERS, can_fail=True),
+    Point("step.applied", "the step is applied, before the next header", _MEMBERS, can_fail=True),
     Point("snapshot.cut", "a snapshot is due, before its cut", (OWNER, RANK0)),
-    Point("snapshot.send", "before a message with changes to the worker that holds copies", (OWNER, RANK0)),
-    Point("snapshot.ack", "changes are staged, before the holder answers", (BUDDY,)),
+    Point(
+        "snapshot.send", "before a message with changes to the worker that holds copies", (OWNER, RANK0), can_fail=True
+    ),
+    Point("snapshot.ack", "changes are staged, before the holder answers", (BUDDY,), can_fail=True),
     Point("snapshot.protected", "a snapshot is complete on all ranks, before anything older is dropped", _MEMBERS),
     Point("snapshot.fold", "while staged changes become part of the copy", (BUDDY,)),
     Point("prepare.begin", "the order to prepare a view has come", (OWNER, RANK0, JOINER, LEAVER)),
-    Point("prepare.base", "base rows are being sent", (OWNER, RANK0)),
-    Point("prepare.form", "before the groups of the next view are formed", (BUDDY, RANK0, JOINER)),
-    Point("prepare.ready", "copies are current and groups formed, before that is told", (RANK0, JOINER, LEAVER)),
-    Point("cutover.called", "this worker knows that the cutover is on", (BUDDY, RANK0, JOINER, LEAVER)),
-    Point("cutover.closed", "after the old view's closing exchange", (BUDDY, RANK0, LEAVER)),
-    Point("cutover.copied", "the last changes are at their holders", (BUDDY, RANK0, JOINER, LEAVER)),
-    Point("cutover.agreed", "all ranks know that the copies are complete", (BUDDY, RANK0, LEAVER)),
-    Point("cutover.flip", "blocks have changed owner, before the data plane is attached", (BUDDY, RANK0, JOINER)),
-    Point("cutover.meet", "before the new view's first header exchange", (BUDDY, RANK0, JOINER)),
-    Point("cutover.decided", "that exchange is complete, before the worker acts on it", (BUDDY, RANK0, JOINER)),
+    Point("prepare.base", "base rows are being sent", (OWNER, RANK0), can_fail=True),
+    Point("prepare.form", "before the groups of the next view are formed", (BUDDY, RANK0, JOINER), can_fail=True),
+    Point(
+        "prepare.ready",
+        "copies are current and groups formed, before that is told",
+        (RANK0, JOINER, LEAVER),
+        can_fail=True,
+    ),
+    Point("cutover.called", "this worker knows that the cutover is on", (BUDDY, RANK0, JOINER, LEAVER), can_fail=True),
+    Point("cutover.closed", "after the old view's closing exchange", (BUDDY, RANK0, LEAVER), can_fail=True),
+    Point("cutover.copied", "the last changes are at their holders", (BUDDY, RANK0, JOINER, LEAVER), can_fail=True),
+    Point("cutover.agreed", "all ranks know that the copies are complete", (BUDDY, RANK0, LEAVER), can_fail=True),
+    Point(
+        "cutover.flip",
+        "blocks have changed owner, before the data plane is attached",
+        (BUDDY, RANK0, JOINER),
+        can_fail=True,
+    ),
+    Point("cutover.meet", "before the new view's first header exchange", (BUDDY, RANK0, JOINER), can_fail=True),
+    Point(
+        "cutover.decided",
+        "that exchange is complete, before the worker acts on it",
+        (BUDDY, RANK0, JOINER),
+        can_fail=True,
+    ),
     Point("cutover.release", "the view is journalled, before old copies are dropped", (BUDDY, RANK0, LEAVER)),
     Point("recovery.parked", "groups are destroyed after a failure", _MEMBERS),
     Point("recovery.holdings", "before what this worker holds is told to the controller", _MEMBERS),
-    Point("recovery.rolled_back", "rows and dense state are back at the target", _MEMBERS),
-    Point("recovery.ship", "before rows or dense state are sent to who lacks them", _MEMBERS),
-    Point("recovery.meet", "before the recovered view's first header exchange", (*_MEMBERS, JOINER)),
-    Point("recovery.decided", "that exchange is complete, before the worker acts on it", (*_MEMBERS, JOINER)),
+    Point("recovery.rolled_back", "rows and dense state are back at the target", _MEMBERS, can_fail=True),
+    Point("recovery.ship", "before rows or dense state are sent to who lacks them", _MEMBERS, can_fail=True),
+    Point("recovery.meet", "before the recovered view's first header exchange", (*_MEMBERS, JOINER), can_fail=True),
+    Point(
+        "recovery.decided",
+        "that exchange is complete, before the worker acts on it",
+        (*_MEMBERS, JOINER),
+        can_fail=True,
+    ),
     Point("checkpoint.part", "part files are being written", (OWNER, RANK0)),
     Point("checkpoint.written", "a part is complete, before that is told", (OWNER, RANK0)),
     Point("checkpoint.manifest", "all parts are there, before the manifest is written", (CONTROLLER,)),
@@ -134,7 +160,9 @@ class Fault:
         assert self.point in POINTS, f"no fault point {self.point!r}"
         assert self.role in POINTS[self.point].roles, f"{self.role} never comes past {self.point}"
         assert self.nth >= 1 and self.seconds >= 0
-        assert self.action is not Action.DROP or POINTS[self.point].is_message, f"{self.point} loses no message"
+        point = POINTS[self.point]
+        assert self.action is not Action.DROP or point.is_message, f"{self.point} loses no message"
+        assert self.action is not Action.RAISE or point.can_fail, f"{self.point} raises nothing"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

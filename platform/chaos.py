@@ -114,7 +114,7 @@ def next_provocation(plan: ChaosPlan, waiting: Sequence[Fault], num_before: int)
 
 
 def _needs_nothing(fault: Fault) -> bool:
-    return not fault.point.startswith(("prepare.", "cutover.", "recovery.")) and fault.role not in (JOINER, LEAVER)
+    return not fault.point.startswith(("prepare.", "cutover.", "recovery."))
 
 
 def _view_change(promise: Promise, role: str, num_before: int) -> Provocation:
@@ -141,11 +141,11 @@ def _fault(seed: int, index: int, point: str, role: str) -> Fault:
 def _action(point: Point, role: str, seed: int, index: int) -> Action:
     """Mostly sudden death; the first round of seeds has it in most places."""
     if role in (CONTROLLER, FEEDER):
-        choices = [Action.KILL] * 3 + ([Action.DROP] * 3 if point.is_message else [])
+        choices = [Action.KILL, *([Action.DROP] * 3 * point.is_message)]
     elif point.is_wire:
-        choices = [Action.PARTITION] * 3 + ([Action.DROP] * 2 if point.is_message else []) + [Action.KILL]
+        choices = [Action.PARTITION] * 3 + [Action.DROP] * 3 * point.is_message
     else:
-        choices = [Action.KILL] * 6 + [Action.EXIT, Action.STOP, Action.RAISE, Action.STALL]
+        choices = [Action.KILL] * 6 + [Action.EXIT, Action.STOP, Action.STALL, *([Action.RAISE] * point.can_fail)]
     return choices[_draw(len(choices), "action", seed, index)]
 
 

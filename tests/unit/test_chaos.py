@@ -25,10 +25,10 @@ GOLDEN = (
     3,
     Promise.EXACTLY_ONCE,
     [
-        ("step.before_gradients", "owner"),
-        ("step.ids_done", "buddy"),
+        ("step.values_done", "buddy"),
         ("step.gradients_done", "rank0"),
-        ("cutover.called", "joiner"),
+        ("wire.poll", "owner"),
+        ("checkpoint.collect", "controller"),
     ],
 )
 
@@ -48,8 +48,8 @@ def test_all_seeds_together_have_every_action_and_both_promises_and_sizes():
     assert {fault.action for plan in plans for fault in plan.faults} == set(Action)
     assert {(plan.promise, plan.num_workers) for plan in plans} == {(p, n) for p in Promise for n in (2, 3, 4)}
     prefixes = {(plan.promise, fault.point.split(".")[0]) for plan in plans for fault in plan.faults}
-    families = {name.split(".")[0] for name in POINTS} - {"feeder"}
-    assert prefixes == {(p, family) for p in Promise for family in families}
+    families = {name.split(".")[0] for name in POINTS} - {"feeder", "join"}
+    assert prefixes >= {(p, family) for p in Promise for family in families}
 
 
 def plan_of(promise: Promise, *faults: Fault) -> ChaosPlan:
