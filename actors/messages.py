@@ -385,4 +385,12 @@ class Leave:
     reason: str
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SetBase:
+    """The next checkpoints build on the complete one of ``step`` (K3); None: they are full. Not an order of the view:
+    each worker may hear of it whenever, or not at all."""
+
+    step: int | None
+
+
 Order = Start | Prepare | CutOver | Abort | Release | Park | Recover | Leave

@@ -56,6 +56,12 @@ class ShardHost:
     def restore(self, restore: Restore, storage: Any) -> tuple[dict[str, Tensor], dict[str, Tensor], Mapping[str, Any]]:
         """Load this rank's rows; returns (dense state tensors, metric state tensors, metadata) of the checkpoint."""
         self.restore_rows(restore, storage)
+        # Later checkpoints may build on this one. Not so where only some blocks are loaded (partial recovery): another
+        # checkpoint, newer than theirs, may be built on next. Tables without parts start afresh, whatever is stored.
+        loaded = {part.table for part in restore.parts}
+        for number, table in enumerate(self.tables):
+            for block in self.owned[table.name] if table.name in loaded else ():
+                self.store.deletions.mark_known(number, block, restore.step)
         tensors, metadata = read_dense(storage, restore.directory, restore.dense)
         metrics = {name[len(METRICS_PREFIX) :]: t for name, t in tensors.items() if name.startswith(METRICS_PREFIX)}
         return {name: t for name, t in tensors.items() if not name.startswith(METRICS_PREFIX)}, metrics, metadata

@@ -49,14 +49,11 @@ class SnapshotWriter:
         self._base: int | None = None
 
     def set_base(self, step: int | None) -> None:
-        """The next checkpoints build on the complete one of ``step`` (``chain.decide_base``); None: they are full."""
-        self._base = step
-        if step is not None:
-            self._host.store.deletions.trim(step)
+        """The next checkpoints build on the complete one of ``step`` (``chain.decide_base``); None: they are full.
 
-    def note_restored(self, step: int) -> None:
-        """All rows this worker owns were just loaded from the checkpoint of ``step``: later ones may build on it."""
-        self._mark_known(step)
+        From any thread.
+        """
+        self._base = step
 
     @property
     def is_writing(self) -> bool:
@@ -90,15 +87,9 @@ class SnapshotWriter:
             tensors |= {f"{METRICS_PREFIX}{name}": tensor for name, tensor in metrics.state_dict().items()}
         summary: Mapping[str, Any] = {"step": step, "metrics": metrics.compute() if rank == 0 else {}}
         metadata = {"optimizer": self._dense.optimizer_kind, **counters}
-        base = self._base
-        # Steps before the base, if there is one: gone back since it was named. Such a step is not built on.
-        since = base if base is not None and base < step else None
-        delta = None if since is None else Delta(since=since, deleted=host.store.deletions.since(since))
+        since, delta = self._build_on(step)
         cut = host.store.cut()
-        host.store.deletions.seal(step)
-        if since is None:
-            host.store.deletions.trim(step)
-        self._mark_known(step)
+        self._log_cut(step, since)
 
         def write_files(limiter: RateLimiter) -> tuple[FileEntry, ...]:
             try:
@@ -164,7 +155,18 @@ class SnapshotWriter:
             with contextlib.suppress(FutureTimeoutError):
                 pending.exception(timeout_s)
 
-    def _mark_known(self, step: int) -> None:
+    def _build_on(self, step: int) -> tuple[int | None, Delta | None]:
+        """The step of the base, and what may be left out; None where the checkpoint of ``step`` is a full one."""
+        base = self._base
+        if base is None or base >= step:  # this worker has gone back behind the base since it was named
+            return None, None
+        return base, Delta(since=base, deleted=self._host.store.deletions.since(base))
+
+    def _log_cut(self, step: int, since: int | None) -> None:
+        """Note in the deletion log that a checkpoint of ``step`` is taken now, which builds on ``since``."""
+        deletions = self._host.store.deletions
+        deletions.seal(step)
+        deletions.trim(step if since is None else since)
         for number, spec in enumerate(self._host.tables):
             for block in self._host.owned.get(spec.name, ()):
-                self._host.store.deletions.mark_known(number, block, step)
+                deletions.mark_known(number, block, step)

@@ -33,6 +33,7 @@ from shoal.actors.messages import (
     Leave,
     Order,
     Progress,
+    SetBase,
     SnapshotPart,
     Start,
     View,
@@ -250,8 +251,12 @@ class Worker:
             address="" if self._replicator is None else self._replicator.address,
         )
 
-    def order(self, order: Order) -> None:
+    def order(self, order: Order | SetBase) -> None:
         """Take an order; returns at once. Orders may come again, late or out of order."""
+        if isinstance(order, SetBase):
+            if self._writer is not None:
+                self._writer.set_base(order.step)
+            return
         self._inbox.put(pm.OrderArrived(order))
         state, changes = self._state, self.changes
         if state is not None and changes is not None and state.is_urgent(order):

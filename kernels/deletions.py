@@ -6,6 +6,7 @@ nothing is left to read; its id is kept here until a newer checkpoint has been b
 1. Of a block that is known since step b, every deletion after step s >= b is told for s. Of any other block nothing is.
 2. More may be told: an undone deletion stays. Whoever asks leaves out the ids that exist.
 3. A block is unknown again when its rows are replaced or it is no longer owned: others may have deleted in between.
+4. Above ``bytes_max`` everything is forgotten: the next checkpoint then writes all rows, which costs less memory.
 
 Used by the thread that trains only.
 """
@@ -33,8 +34,9 @@ class _Batch:
 class DeletionLog:
     """Deleted ids of one store. ``num_blocks``: of each table. Costs nothing where nothing is deleted."""
 
-    def __init__(self, num_blocks: Sequence[int]) -> None:
+    def __init__(self, num_blocks: Sequence[int], bytes_max: int = 256 * 2**20) -> None:
         self._num_blocks = tuple(num_blocks)
+        self._bytes_max = bytes_max
         self._known_since: dict[tuple[int, int], int] = {}
         self._batches: list[_Batch] = []
 
@@ -46,6 +48,8 @@ class DeletionLog:
         """``ids`` (int64) were deleted, or may have been."""
         if ids.numel():
             self._batches.append(_Batch(table, ids.clone()))
+            if self.nbytes > self._bytes_max:
+                self._batches, self._known_since = [], {}
 
     def mark_known(self, table: int, block: int, step: int) -> None:
         """The block's rows are now as they are after ``step``, and all later deletions will be recorded."""

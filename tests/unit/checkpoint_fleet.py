@@ -199,5 +199,7 @@ def reload(fleet: Fleet, manifest: Manifest) -> None:
                 fresh.add_block(table, block)
         worker.store = fresh
         load_rows(fresh, TABLES, worker.owned, plan_load(manifest, TABLES, worker.owned), fleet.storage)
-        worker.writer.note_restored(fleet.step)
+        for table, spec in enumerate(TABLES):  # as ShardHost.restore does
+            for block in worker.owned[spec.name]:
+                fresh.deletions.mark_known(table, block, fleet.step)
     fleet.new_epoch()

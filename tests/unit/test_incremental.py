@@ -21,6 +21,7 @@ from shoal.actors.restore import load_rows
 from shoal.jobs.cli import main
 from shoal.kernels.deletions import DeletionLog
 from shoal.kernels.errors import CheckpointError
+from shoal.kernels.rowstore import RowStore
 from shoal.platform import checkpoint
 from shoal.platform.chain import CheckpointState, decide_base, merge_parts
 from shoal.platform.checkpoint import decide_resume, list_checkpoints, verify_checkpoint
@@ -336,7 +337,13 @@ def test_base_is_chosen_by_length_bytes_and_tables() -> None:
 
 
 def test_deletion_log_tells_all_it_knows_and_no_more() -> None:
-    """DeletionLog invariants 1 to 3."""
+    """DeletionLog invariants 1 to 4."""
+    small = DeletionLog([1], bytes_max=16)
+    small.mark_known(0, 0, 0)
+    small.record(0, torch.arange(2))
+    assert small.since(0)[0, 0].tolist() == [0, 1]
+    small.record(0, torch.arange(1))
+    assert small.since(0) == {} and small.nbytes == 0
     log = DeletionLog([1])
     log.record(0, torch.tensor([1]))
     assert log.since(0) == {}
@@ -372,3 +379,38 @@ def test_block_reloaded_from_an_older_checkpoint_is_written_whole(tmp_path: Path
     whole = {b for f in link.files if f.kind == "table" and f.since is None for b in f.blocks if f.table == "user"}
     assert whole >= {2, 5}
     assert_saved(fleet)
+
+
+def test_store_forgets_the_past_of_blocks_that_others_changed() -> None:
+    """DeletionLog invariant 3: a promoted replica, an import, changes from elsewhere, a block given away."""
+    spec = TABLES[0]
+    source = RowStore(TABLES)
+    source.add_block(0, 3)
+    with source.cut() as before, source.cut() as cut:
+        changes = cut.export_changes(before, 0, 3)
+        rows = cut.export_block(0, 3)
+
+    def replaced(store: RowStore) -> None:
+        store.import_block(0, 3, rows)
+
+    def changed(store: RowStore) -> None:
+        store.apply_changes(0, 3, changes)
+
+    def demoted(store: RowStore) -> None:
+        store.set_replica(0, 3, True)
+
+    def dropped(store: RowStore) -> None:
+        store.drop_block(0, 3)
+
+    for act in (replaced, changed, demoted, dropped):
+        store = RowStore(TABLES)
+        for block in range(spec.num_blocks):
+            store.add_block(0, block)
+            store.deletions.mark_known(0, block, 5)
+        act(store)
+        assert sorted(b for _, b in store.deletions.since(5)) == [0, 1, 2, 4, 5, 6, 7], act.__name__
+    store = RowStore(TABLES)
+    store.add_block(0, 3, is_replica=True)
+    store.deletions.mark_known(0, 3, 5)
+    store.set_replica(0, 3, False)
+    assert store.deletions.since(5) == {}
