@@ -237,6 +237,8 @@ class SnapshotPart:
     error: str | None = None
     #: Rows that were not updated after this step may have been left out (K3); None: it holds all rows.
     since: int | None = None
+    #: It was given up because the view is over; nothing is wrong with storage.
+    is_cancelled: bool = False
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -20,7 +20,15 @@ from shoal.actors.datafile import METRICS_PREFIX, FileEntry
 from shoal.actors.dense import DenseReplica
 from shoal.actors.messages import SnapshotPart
 from shoal.actors.shard_host import ShardHost
-from shoal.actors.snapshot import Delta, PendingSnapshot, RateLimiter, write_dense, write_in_background, write_snapshot
+from shoal.actors.snapshot import (
+    Delta,
+    PendingSnapshot,
+    RateLimiter,
+    SnapshotCancelledError,
+    write_dense,
+    write_in_background,
+    write_snapshot,
+)
 from shoal.kernels import faults
 from shoal.kernels.errors import StorageError
 from shoal.kernels.metrics import BinaryMetrics
@@ -107,10 +115,12 @@ class SnapshotWriter:
         def write(limiter: RateLimiter) -> None:
             files: tuple[FileEntry, ...] = ()
             failure: str | None = None
+            is_cancelled = False
             try:
                 files = write_files(limiter)
             except BaseException as error:  # the thread's edge: the part says what went wrong
                 failure = f"{type(error).__name__}: {error}"
+                is_cancelled = isinstance(error, SnapshotCancelledError)
             faults.reach("checkpoint.written")
             # Here, not in a done-callback: those run after waiters wake, and a worker that has finished waiting may be
             # polled for the last time before its part is there.
@@ -123,6 +133,7 @@ class SnapshotWriter:
                     summary=summary if rank == 0 else None,
                     error=failure,
                     since=since,
+                    is_cancelled=is_cancelled,
                 )
             )
 

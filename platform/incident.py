@@ -59,6 +59,8 @@ class Limits:
     start_timeout_s: float = 180.0
     #: How long the first view waits for further workers once ``min`` are ready.
     start_settle_s: float = 5.0
+    #: Checkpoints in a row that may fail before the run ends; None: any number.
+    failed_checkpoints_max: int | None = None
 
 
 @dataclasses.dataclass

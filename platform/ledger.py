@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Collection
 
 from shoal.actors.messages import SnapshotPart, View
+from shoal.platform.checkpoint_health import CheckpointHealth
 
 
 @dataclasses.dataclass
@@ -33,6 +34,8 @@ class CheckpointLedger:
         self.durable_step = durable_step
         #: Step -> why the newest attempt at a checkpoint of it failed.
         self.not_written: dict[int, str] = {}
+        #: Those that failed in a row; not the ones that were given up because a worker was lost.
+        self.health = CheckpointHealth()
         self._pending: dict[tuple[int, int], _Pending] = {}
         #: Epoch -> step beyond which its checkpoints are abandoned (K2).
         self._closed: dict[int, int] = {}
@@ -46,6 +49,8 @@ class CheckpointLedger:
         pending.parts[part.rank] = part
         if part.error is not None:
             self.not_written[part.step] = f"rank {part.rank}: {part.error}"
+            if not part.is_cancelled:
+                self.health = self.health.not_written(part.step, self.not_written[part.step])
         if not pending.is_complete or pending.is_writing:
             return None
         pending.is_writing = True
@@ -56,13 +61,16 @@ class CheckpointLedger:
         self._pending.pop((epoch, step), None)
         if error is not None:
             self.not_written[step] = error
+            self.health = self.health.not_written(step, error)
         elif step <= self._closed.get(epoch, step):
             self.durable_step = max(step, self.durable_step or 0)
             self.not_written.pop(step, None)
+            self.health = self.health.written(step)
 
     def close(self, epoch: int, first_step: int) -> None:
         """A view of a higher epoch begins at ``first_step``: checkpoints of ``epoch`` and earlier beyond it are
         abandoned (K2)."""
+        self.health = self.health.went_back(first_step)
         for known in {epoch, *self._closed, *(e for e, _ in self._pending)}:
             if known <= epoch:
                 self._closed[known] = min(first_step, self._closed.get(known, first_step))

@@ -24,6 +24,7 @@ status shows the effect. Invariants, asserted by number in the test and in the s
     every suspect is known to be gone (F2, F7).
 12. The target of a later attempt of the same incident is never lower, except to a checkpoint (F4).
 13. A restarted controller adopts the newest view that any worker or the journal knows to be decided (F8).
+14. A run whose last ``failed_checkpoints_max`` checkpoints all failed ends, naming the last reason (faults row 28).
 """
 
 from __future__ import annotations
@@ -258,6 +259,7 @@ class ControllerState:
                     self._publish("checkpoint", step=step)
                 else:
                     self._publish("checkpoint_failed", step=step, error=error)
+                    self._check_checkpoints()
             case JournalWritten(record_id=record_id):
                 self._written.add(record_id)
             case Adopted():
@@ -310,8 +312,15 @@ class ControllerState:
         parts = self.ledger.add(part, self._views.get(part.epoch))
         if part.error is not None:
             self._publish("checkpoint_failed", step=part.step, rank=part.rank, error=part.error)
+            self._check_checkpoints()
         if parts is not None:
             self._out.append(WriteManifest(part.epoch, part.step, parts))
+
+    def _check_checkpoints(self) -> None:
+        """Invariant 14."""
+        reason = self.ledger.health.stop_reason(self.spec.limits.failed_checkpoints_max)
+        if reason is not None:
+            self._end(RunPhase.FAILED, reason)
 
     # ---- what should be -------------------------------------------------------------------------------------------
 

@@ -241,7 +241,7 @@ def test_cancelled_writer_removes_its_files_and_its_part_completes_nothing(tmp_p
     worker.writer.cancel(60)
     assert not worker.writer.is_writing and not fleet.storage.list_files("checkpoints")
     (part,) = worker.parts
-    assert part.error is not None and "cancelled" in part.error
+    assert part.is_cancelled and part.error is not None and "cancelled" in part.error
     assert worker.store.version_bytes() == 0 or worker.store.cut().release() is None
     with pytest.raises(CheckpointError, match="cannot be completed by rank 0's part of step 30 of epoch 0: Snapshot"):
         checkpoint.complete(fleet.storage, CheckpointName(0, 30), [part], TABLES, run="r", world_size=1)
