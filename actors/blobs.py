@@ -16,11 +16,16 @@ from shoal.kernels.errors import ExchangeTimeoutError, PeerError, ProtocolError
 PIECE_BYTES = 16 * 2**20
 
 
-def send_blob(client: TransferClient, epoch: int, name: str, step: int, data: bytes) -> None:
-    """Send ``data`` under a name; returns when all of it is acknowledged. Raises as ``TransferClient.post`` does."""
+def send_blob(
+    client: TransferClient, epoch: int, name: str, step: int, data: bytes, announces: Sequence[str] = ()
+) -> None:
+    """Send ``data`` under a name; returns when all of it is acknowledged. Raises as ``TransferClient.post`` does.
+
+    ``announces``: names of blobs of the same step that others send, which the receiver is to wait for as well.
+    """
     view = memoryview(data)
     for start in range(0, max(1, len(view)), PIECE_BYTES):
-        meta = {"name": name, "step": step, "first": start, "total": len(view)}
+        meta = {"name": name, "step": step, "first": start, "total": len(view), "announces": list(announces)}
         client.post(Kind.BLOB, epoch, meta, [view[start : start + PIECE_BYTES]])
     client.drain()
 
@@ -32,6 +37,7 @@ class Blobs:
         self._changed = threading.Condition()
         self._arriving: dict[tuple[str, int], bytearray] = {}
         self._complete: dict[tuple[str, int], bytes] = {}
+        self._announced: dict[tuple[str, int], list[str]] = {}
         self._is_aborted = False
 
     def add(self, meta: Mapping[str, Any], piece: np.ndarray) -> None:
@@ -46,6 +52,7 @@ class Blobs:
             found += memoryview(piece)
             if len(found) == total:
                 self._complete[key] = bytes(self._arriving.pop(key))
+                self._announced[key] = [str(name) for name in meta.get("announces", ())]
                 self._changed.notify_all()
 
     def at(self, step: int) -> dict[str, bytes]:
@@ -54,17 +61,22 @@ class Blobs:
             return {name: data for (name, at), data in self._complete.items() if at == step}
 
     def wait_for(self, names: Sequence[str], step: int, timeout_s: float) -> dict[str, bytes]:
-        """The named blobs of ``step``. Raises ExchangeTimeoutError naming what lacks, PeerError after ``abort``."""
+        """The named blobs of ``step``, and those they announce. Raises ExchangeTimeoutError naming what is missing,
+        PeerError after ``abort``."""
         deadline_s = time.monotonic() + timeout_s
         with self._changed:
-            while missing := [name for name in names if (name, step) not in self._complete]:
+            while True:
+                announced = [other for name in names for other in self._announced.get((name, step), ())]
+                wanted = dict.fromkeys([*names, *announced])
+                missing = [name for name in wanted if (name, step) not in self._complete]
+                if not missing:
+                    return {name: self._complete[name, step] for name in wanted}
                 left_s = deadline_s - time.monotonic()
                 if self._is_aborted:
                     raise PeerError("this worker has parked and waits for nothing")
                 if left_s <= 0:
                     raise ExchangeTimeoutError(f"{', '.join(missing)} of step {step} did not come in {timeout_s:g} s")
                 self._changed.wait(left_s)
-            return {name: self._complete[name, step] for name in names}
 
     def newest_step(self, name: str, timeout_s: float) -> int:
         """Step of the newest complete blob of that name; -1 where none comes in ``timeout_s`` or after ``abort``."""
@@ -81,6 +93,7 @@ class Blobs:
         """Drop blobs of steps < ``step``."""
         with self._changed:
             self._complete = {key: data for key, data in self._complete.items() if key[1] >= step}
+            self._announced = {key: names for key, names in self._announced.items() if key[1] >= step}
             self._arriving = {key: data for key, data in self._arriving.items() if key[1] >= step}
 
     def abort(self) -> None:

@@ -99,12 +99,13 @@ class Channel:
         self.error_since_s = 0.0
         self._shelf, self._tables, self._connect, self._on_change = shelf, tables, connect, on_change
         self._at: dict[Key, Snapshot] = {}
-        #: Blocks whose base is sent and not yet acknowledged. Replaced, never changed: others read it.
-        self._unconfirmed: frozenset[Key] = frozenset()
+        #: Blocks whose base is sent and not yet acknowledged. Other threads only look.
+        self._unconfirmed: set[Key] = set()
         self._todo: dict[Key, None] = dict.fromkeys(sorted(self.keys))
         self._tries: dict[Key, int] = {}
         self._part: _Part | None = None
         self._held: set[Snapshot] = set()
+        self._hold_lock = threading.Lock()
         self._has_asked = False
         self._wake = threading.Condition()
         self._is_closed = False
@@ -147,6 +148,10 @@ class Channel:
         client = self._client
         if client is not None:
             client.abort()
+        with self._hold_lock:
+            for snapshot in self._held:
+                snapshot.drop()
+            self._held = set()
 
     def join(self, timeout_s: float) -> None:
         """Wait for the thread of a closed channel."""
@@ -172,25 +177,29 @@ class Channel:
                     if not self._is_closed:
                         self._wake.wait(retry_s)
                 retry_s = min(2 * retry_s, RETRY_S_MAX)
-        self._release()
         self._on_change()
 
     def _release(self) -> None:
-        self._at, self._part, self._unconfirmed = {}, None, frozenset()
+        self._at, self._part, self._unconfirmed = {}, None, set()
         self._adjust_holds()
 
     def _adjust_holds(self) -> None:
         """Hold exactly the snapshots that blocks in sync, or the base under way, are relative to."""
         needed = set(self._at.values()) | ({self._part.snapshot} if self._part is not None else set())
-        for snapshot in needed - self._held:
-            snapshot.hold()
-        for snapshot in self._held - needed:
-            snapshot.drop()
-        self._held = needed
+        with self._hold_lock:
+            if self._is_closed:
+                return  # ``close`` has let go of all of them.
+            for snapshot in needed - self._held:
+                snapshot.hold()
+            for snapshot in self._held - needed:
+                snapshot.drop()
+            self._held = needed
 
     def _serve(self) -> None:
         """Ask what the target holds, then send snapshots and bases until closed or something breaks."""
         self._client = client = self._connect(self.target.address)
+        if self._is_closed:
+            return
         try:
             self._ask(client)
             done: Snapshot | None = None
@@ -233,7 +242,7 @@ class Channel:
         reply = client.call(Kind.STATE, self.epoch, {}, [wanted])
         at: dict[Key, Snapshot] = {}
         held: dict[int, Snapshot | None] = {}
-        for table, block, step, _, checksum in reply.payload.view(np.int64).reshape(-1, 5).tolist():
+        for table, block, step, checksum in reply.payload.view(np.int64).reshape(-1, 4).tolist():
             key = (table, block)
             if step not in held:
                 held[step] = self._shelf.held(step)
@@ -260,30 +269,30 @@ class Channel:
                 if snapshot is not newest:
                     break
                 self._part = _Part.of(next(iter(self._todo)), newest)
-                self._adjust_holds()
             section = self._part.take(PIECE_BYTES - num_bytes)
             sections.append(section)
             num_bytes += section.nbytes
             self.counters.base_rows += len(section.rows)
             if self._part.is_done:
                 key, self._part = self._part.key, None
-                self._unconfirmed |= {key}
+                self._unconfirmed.add(key)
                 del self._todo[key]
                 self._at[key] = snapshot
-                self._adjust_holds()
+        # The caller holds ``newest`` until here.
+        self._adjust_holds()
         faults.reach("prepare.base")
         meta = {"step": snapshot.step, "sections": len(sections)}
         self._heed(client.post(Kind.BASE, self.epoch, meta, encode_sections(sections), is_paced=True))
         if not self._todo:
             self._heed(client.drain())
-            self._unconfirmed = frozenset()
+            self._unconfirmed = set()
         self.counters.base_s += time.monotonic() - began_s
 
     def _send_changes(self, client: TransferClient, snapshot: Snapshot) -> None:
         """Bring every block in sync to ``snapshot``, and the aux state with them; returns when all is acknowledged."""
         began_s = time.monotonic()
         is_round = not self._todo
-        ends = np.empty((len(self._at), 5), np.int64)
+        ends = np.empty((len(self._at), 4), np.int64)
         sections: list[Section] = []
         num_rows = num_bytes = 0
 
@@ -306,7 +315,7 @@ class Channel:
                     if num_bytes >= PIECE_BYTES:
                         flush()
                         num_bytes = 0
-            ends[i] = (*key, snapshot.rows[key], signed(snapshot.checksums[key]), old.step)
+            ends[i] = (*key, signed(snapshot.checksums[key]), old.step)
         if sections:
             flush()
         meta = {"step": snapshot.step, "blocks": len(sent), "has_aux": self.has_aux}
@@ -314,7 +323,7 @@ class Channel:
         replies = client.post(Kind.END, self.epoch, meta, [ends, *aux]) + client.drain()
         self._at = dict.fromkeys(sent, snapshot)
         self._heed(replies)
-        self._unconfirmed = frozenset()
+        self._unconfirmed = set()
         self._adjust_holds()
         self.acked = snapshot.step
         seconds = time.monotonic() - began_s

@@ -7,8 +7,8 @@ protected, so that until then the copy can still be brought to the older step (F
 Invariants:
 
 1. A copy's steps grow: base < staged steps; each staged step says which step its changes are relative to.
-2. After a fold rows and checksum are what the owner said they are; a copy for which they are not is dropped, counted
-   and reported to its owner, who sends it again (V4).
+2. After a fold the checksum, a sum over the hashes of all rows, is what the owner said it is; a copy for which it is
+   not is dropped, counted and reported to its owner, who sends it again (V4). Row counts say nothing beyond it.
 3. Blocks that this worker owns are never written.
 4. One thread at a time writes rows of copies (``_store_lock``); the training thread goes on meanwhile.
 """
@@ -45,8 +45,7 @@ class _Staged:
     #: The step they are relative to.
     since: int
     sections: list[Section] = dataclasses.field(default_factory=list)
-    #: Set by the end of the snapshot: what the block amounts to at ``step``.
-    rows: int = 0
+    #: Set by the end of the snapshot: the block's checksum at ``step``.
     checksum: int = 0
     is_complete: bool = False
 
@@ -58,7 +57,6 @@ class _Copy:
     epoch: int
     #: Step of the base; -1 while the base arrives.
     base: int
-    rows: int
     #: Of the base; None: not known, since the block was owned here and never sent to anybody.
     checksum: int | None
     staged: list[_Staged] = dataclasses.field(default_factory=list)
@@ -75,10 +73,10 @@ class _Copy:
     def steps(self) -> tuple[int, ...]:
         return () if self.base < 0 else (self.base, *(s.step for s in self.staged if s.is_complete))
 
-    def value_at_last(self) -> tuple[int, int | None]:
-        """(rows, checksum) at ``last``."""
+    def checksum_at_last(self) -> int | None:
+        """Checksum at ``last``."""
         complete = [s for s in self.staged if s.is_complete]
-        return (complete[-1].rows, complete[-1].checksum) if complete else (self.rows, self.checksum)
+        return complete[-1].checksum if complete else self.checksum
 
 
 @dataclasses.dataclass
@@ -115,8 +113,8 @@ class CopyHolder:
     # ---- what owners send -----------------------------------------------------------------------------------------
 
     def state(self, source: str, keys: Iterable[Key]) -> np.ndarray:
-        """int64 [n, 5]: table, block, newest step held, rows, checksum there; only blocks that are held. Changes of
-        ``source`` that are not complete are forgotten: it begins anew."""
+        """int64 [n, 4]: table, block, newest step held, checksum there; only blocks that are held. Changes that are not
+        complete are forgotten: ``source`` begins anew."""
         found = []
         with self._changed:
             self._check_open()
@@ -126,10 +124,10 @@ class CopyHolder:
                     continue
                 copy.source = source
                 copy.staged = [s for s in copy.staged if s.is_complete]
-                rows, checksum = copy.value_at_last()
+                checksum = copy.checksum_at_last()
                 if checksum is not None:
-                    found.append((*key, copy.last, rows, signed(checksum)))
-        return np.array(found, np.int64).reshape(len(found), 5)
+                    found.append((*key, copy.last, signed(checksum)))
+        return np.array(found, np.int64).reshape(len(found), 4)
 
     def add_base(self, source: str, epoch: int, step: int, sections: Iterable[Section]) -> list[Key]:
         """Store pieces of bases; returns the blocks whose pieces do not fit, which are to be sent anew."""
@@ -150,7 +148,7 @@ class CopyHolder:
                 if self.store.owns(*key):
                     raise PeerError(f"block {key[1]} of table {self._name(key)!r} is owned here")
                 if is_first:
-                    self._copies[key] = _Copy(source, epoch, -1, section.total, section.checksum)
+                    self._copies[key] = _Copy(source, epoch, -1, section.checksum)
                 copy = self._copies.get(key)
                 if copy is None or copy.base >= 0 or copy.arrived != section.origin:
                     return False
@@ -184,12 +182,12 @@ class CopyHolder:
                 self.counters.rows_received += len(section.rows)
 
     def finish(self, source: str, step: int, table: np.ndarray, aux: bytes | None) -> list[Key]:
-        """All changes of ``step`` are sent. ``table`` int64 [n, 5]: table, block, rows, checksum, and the step the
-        changes were relative to. Returns the blocks that are not held at ``step``: they are to be sent anew."""
+        """All changes of ``step`` are sent. ``table`` int64 [n, 4]: table, block, checksum, and the step the changes
+        were relative to. Returns the blocks that are not held at ``step``: they are to be sent anew."""
         wrong = []
         with self._changed:
             self._check_open()
-            for number, block, rows, checksum, since in table.tolist():
+            for number, block, checksum, since in table.tolist():
                 key = (number, block)
                 copy = self._copies.get(key)
                 if copy is None or copy.last not in (since, step) or copy.base < 0:
@@ -200,7 +198,7 @@ class CopyHolder:
                 if not copy.staged or copy.staged[-1].is_complete:
                     copy.staged.append(_Staged(step, since))
                 staged = copy.staged[-1]
-                staged.step, staged.rows, staged.checksum, staged.is_complete = step, rows, unsigned(checksum), True
+                staged.step, staged.checksum, staged.is_complete = step, unsigned(checksum), True
             if aux is not None:
                 self._aux.setdefault(source, {})[step] = aux
             self._fold_due = self._fold_due or any(c.epoch > self.epoch for c in self._copies.values())
@@ -280,20 +278,21 @@ class CopyHolder:
             if copy is not None:
                 self._fold_copy(key, copy, step)
 
-    def take(self, key: Key, step: int) -> tuple[int, int | None] | None:
-        """Fold a copy to ``step`` and let go of it: its block is about to be owned. (rows, checksum); None without."""
+    def take(self, key: Key, step: int) -> tuple[bool, int | None]:
+        """Fold a copy to ``step`` and let go of it: its block is about to be owned. (whether there was one, its
+        checksum where it is known)."""
         self.fold(step, [key])
         with self._changed:
             copy = self._copies.get(key)
             if copy is None or copy.base != step:
-                return None
+                return False, None
             del self._copies[key]
-            return copy.rows, copy.checksum
+            return True, copy.checksum
 
-    def put(self, key: Key, step: int, rows: int, checksum: int | None, epoch: int) -> None:
+    def put(self, key: Key, step: int, checksum: int | None, epoch: int) -> None:
         """A block that was owned is a copy from now on, as of ``step``. ``checksum`` None: not known."""
         with self._changed:
-            self._copies[key] = _Copy("", epoch, step, rows, checksum)
+            self._copies[key] = _Copy("", epoch, step, checksum)
             self._changed.notify_all()
 
     def forget(self, keys: Iterable[Key]) -> None:
@@ -408,18 +407,16 @@ class CopyHolder:
                     if not staged.is_complete or staged.step > step:
                         return
                 began_s = time.monotonic()
-                checksum, rows = copy.checksum or 0, copy.rows
+                checksum = copy.checksum or 0
                 for section in staged.sections:
                     changes = cuts.BlockChanges(section.rows, section.deleted, 0)
                     checksum = unsigned(checksum + self.store.apply_changes(*key, changes))
                     faults.reach("snapshot.fold")
                     self.counters.rows_folded += len(section.rows) + section.deleted.numel()
-                if staged.sections:
-                    rows = self.store.num_replica_rows(*key)
                 self.counters.fold_s += time.monotonic() - began_s
                 with self._changed:
-                    copy.checksum, copy.rows = checksum, rows
-                    if (rows, checksum) != (staged.rows, staged.checksum):
+                    copy.checksum = checksum
+                    if checksum != staged.checksum:
                         self._found_wrong(key, copy, staged.step, "changes")
                         return
                     copy.staged.pop(0)
@@ -429,7 +426,7 @@ class CopyHolder:
         """Under ``_changed``: a copy is not what its owner said (invariant 2)."""
         self.counters.checksum_failures += 1
         logger.error(
-            "copies table=%s block=%d step=%d source=%s reason='checksum or row count of its %s is wrong: sent again'",
+            "copies table=%s block=%d step=%d source=%s reason='the checksum of its %s is wrong: sent again'",
             self._name(key),
             key[1],
             step,

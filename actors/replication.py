@@ -105,7 +105,10 @@ class Replicator:
         self.shelf = Shelf(store)
         self.copies = CopyHolder(store, tables)
         self._blobs = Blobs()
-        self._owned: set[Key] = set()
+        #: Replaced, never changed: other threads read it.
+        self._owned: frozenset[Key] = frozenset()
+        #: Blocks owned since ``flip`` that are read from storage: without ``set_view`` nobody knows what they hold.
+        self._unproven: set[Key] = set()
         #: The view that is decided, this worker's rank in it, and the ownership that ``flip`` has made beyond it.
         self._view: View | None = None
         self._rank: int | None = None
@@ -150,12 +153,12 @@ class Replicator:
         self._close_channels()
         self.flip(view, rank, step)
         if keeps_snapshot:
-            snapshot = self.shelf.open(step, sorted(self._owned), aux)
+            snapshot = self.shelf.open(step, self._owned, aux)
             snapshot.checksums.update((k, v) for k, v in self._known.items() if k in self._owned)
             self.shelf.retire(below=step, above=step)
         else:
             self.drop_snapshots()
-        self._known, self._flipped_at = {}, None
+        self._known, self._flipped_at, self._unproven = {}, None, set()
         self._view, self._rank, self._next_view = view, rank, None
         self._last_snapshot = step
         self._is_aborted = False
@@ -176,40 +179,44 @@ class Replicator:
         ``from_storage``: blocks gained that are to begin empty, since they are read from a checkpoint or have their
         initial values. Raises ProtocolError where another one gained has no sound copy at ``step``.
         """
-        wanted = set() if rank is None else set(self.copies.keys_of(view.owned_by(rank)))
+        wanted = frozenset() if rank is None else frozenset(self.copies.keys_of(view.owned_by(rank)))
         empty = set(self.copies.keys_of(from_storage))
         gained = [key for key in sorted(wanted - self._owned) if not self._store.owns(*key)]
         if lacking := [key for key in gained if key not in empty and not self.copies.can_reach(key, step)]:
             raise ProtocolError(f"{len(lacking)} row blocks have no copy here at step {step}: {self._shown(lacking)}")
         self._flipped_at = step
-        self._demote(self._owned - wanted, step, view.epoch)
+        self._demote(self._owned - wanted, step)
         for key in gained:
             self._promote(key, step, key in empty)
         self._owned = wanted
 
-    def _demote(self, keys: Iterable[Key], step: int, epoch: int) -> None:
+    def _demote(self, keys: frozenset[Key], step: int) -> None:
         snapshot = self.shelf.get(step)
-        made_for = self._view.epoch if self._view is not None else epoch
+        epoch = self._view.epoch if self._view is not None else -1
+        self._owned = self._owned - keys
         for key in sorted(keys):
+            if key in self._unproven:
+                self._unproven.discard(key)
+                self._store.drop_block(*key)
+                continue
             known = self._known.pop(key, snapshot.checksums.get(key) if snapshot is not None else None)
-            rows = self._store.num_rows(*key)
             with self.copies.store_lock:
                 self._store.set_replica(*key, True)
-            self._owned = self._owned - {key}
-            self.copies.put(key, step, rows, known, made_for)
+            self.copies.put(key, step, known, epoch)
 
     def _promote(self, key: Key, step: int, is_empty: bool) -> None:
         if is_empty:
             self.copies.forget([key])
             self._store.add_block(*key)
+            self._unproven.add(key)
         else:
-            taken = self.copies.take(key, step)
-            if taken is None:
+            is_there, checksum = self.copies.take(key, step)
+            if not is_there:
                 raise ProtocolError(f"row block {self._shown([key])} is damaged: its copy was dropped")
             with self.copies.store_lock:
                 self._store.set_replica(*key, False)
-            if taken[1] is not None:
-                self._known[key] = taken[1]
+            if checksum is not None:
+                self._known[key] = checksum
         self._owned = self._owned | {key}
 
     def release(self, view: View, rank: int | None) -> None:
@@ -223,7 +230,7 @@ class Replicator:
 
     def snapshot(self, step: int, aux: bytes) -> None:
         """Open the snapshot of ``step`` and have it sent in the background (F3). ``aux``: the metric bins, opaque."""
-        self.shelf.open(step, sorted(self._owned), aux)
+        self.shelf.open(step, self._owned, aux)
         self._last_snapshot = step
         for channel in self._channels():
             channel.poke()
@@ -276,7 +283,7 @@ class Replicator:
             if buddy is not None and buddy.target.worker_id == found.worker_id:
                 keys = keys - buddy.keys
                 if not keys:
-                    continue
+                    continue  # the channel to the buddy brings all of it
             targets[found.worker_id] = (found, keys)
         self.expect(next_view)
         self._next_view = next_view
@@ -335,9 +342,10 @@ class Replicator:
 
     def _is_hopeless(self, channel: Channel) -> str | None:
         rounds = list(channel.last_rounds)
-        if not rounds or rounds[-1].seconds <= self.pause_max_s:
+        # One slow round may be the machine's mood.
+        if len(rounds) < 2 or min(rounds[-1].seconds, rounds[-2].seconds) <= self.pause_max_s:
             return None
-        is_stalled = len(rounds) >= 2 and rounds[-1].rows * 2 > rounds[-2].rows
+        is_stalled = rounds[-1].rows * 2 > rounds[-2].rows
         if len(rounds) < self.rounds_max and not is_stalled:
             return None
         return (
@@ -436,11 +444,17 @@ class Replicator:
         self.abort()
         self._accepted = {}
         self._close_channels()
-        if self._flipped_at is not None and self._view is not None:
-            self.flip(self._view, self._rank, self._flipped_at)
-        elif self._flipped_at is not None:
-            self._demote(self._owned, self._flipped_at, -1)
-        self._flipped_at = None
+        if self._flipped_at is None:
+            return
+        step, self._flipped_at = self._flipped_at, None
+        before = frozenset[Key]()
+        if self._view is not None and self._rank is not None:
+            before = frozenset(self.copies.keys_of(self._view.owned_by(self._rank)))
+        self._demote(self._owned - before, step)
+        for key in sorted(before - self._owned):
+            # What was released, or read anew from storage, since then is no longer here to be given back.
+            if self.copies.can_reach(key, step):
+                self._promote(key, step, is_empty=False)
 
     def holdings(self) -> Held:
         """What this worker can bring back. After ``park``."""
@@ -477,7 +491,8 @@ class Replicator:
         self.copies.forget(key for key in self._all_keys() if key not in self._owned and self._store.holds(*key))
         for key in sorted(self._owned):
             self._store.drop_block(*key)
-        self._owned, self._known, self._flipped_at, self._last_snapshot = set(), {}, None, -1
+        self._owned, self._known, self._flipped_at, self._last_snapshot = frozenset(), {}, None, -1
+        self._unproven, self._view, self._rank = set(), None, None
         self.copies.reset()
         self._blobs.forget_below(1 << 62)
         self._open_again()
@@ -498,10 +513,15 @@ class Replicator:
         *,
         dense: bytes | None = None,
         aux: Mapping[str, bytes] | None = None,
+        announces_aux: Sequence[str] = (),
     ) -> None:
         """Send whole row blocks as they are now, owned or copies, and what else ``receive`` asks for; returns when all
         is acknowledged. While training stands still. A target that refuses because it is not as far yet is asked
-        again until ``timeout_s`` has passed. Raises PeerError, ExchangeTimeoutError."""
+        again until ``timeout_s`` has passed. Raises PeerError, ExchangeTimeoutError.
+
+        ``announces_aux``: workers that send the target their aux state at ``step`` themselves, since they leave: who
+        waits for ``dense`` waits for these too.
+        """
         blobs = {f"aux:{worker_id}": state for worker_id, state in (aux or {}).items()}
         if dense is not None:
             blobs["dense"] = dense
@@ -511,7 +531,8 @@ class Replicator:
                 with self._client(target.address) as client:
                     self._send_blocks(client, epoch, step, blocks, target)
                     for name, data in blobs.items():
-                        send_blob(client, epoch, name, step, data)
+                        announced = [f"aux:{worker_id}" for worker_id in announces_aux] if name == "dense" else ()
+                        send_blob(client, epoch, name, step, data, announced)
                 return
             except RefusedError:
                 if self._is_aborted or time.monotonic() > deadline_s:
@@ -563,13 +584,7 @@ class Replicator:
         buddy = self._buddy
         if buddy is None:
             return 0
-        snapshot = self.shelf.held(self._last_snapshot)
-        if snapshot is None:
-            return 0
-        try:
-            return sum(self._tables[key[0]].row_bytes * snapshot.rows.get(key, 0) for key in buddy.behind())
-        finally:
-            snapshot.drop()
+        return sum(self._tables[key[0]].row_bytes * self._store.num_rows(*key) for key in buddy.behind())
 
     def counters(self) -> dict[str, float]:
         """Totals since the start or, of channels, since the view began."""
@@ -652,9 +667,9 @@ class Replicator:
             keys = map(tuple, payload.view(np.int64).reshape(-1, 2).tolist())
             return Reply(payload=self.copies.state(header.sender, keys).view(np.uint8).reshape(-1))
         if header.kind is Kind.END:
-            size = 40 * int(meta["blocks"])
+            size = 32 * int(meta["blocks"])
             aux = payload[size:].tobytes() if meta["has_aux"] else None
-            table = payload[:size].view(np.int64).reshape(-1, 5)
+            table = payload[:size].view(np.int64).reshape(-1, 4)
             wrong = self.copies.finish(header.sender, int(meta["step"]), table, aux)
             faults.reach("snapshot.ack")
             return Reply(meta={"wrong": wrong})

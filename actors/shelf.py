@@ -7,18 +7,17 @@ changes relative to it. Its cut is released when nobody needs it any more.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Mapping
 
 from shoal.kernels.cut import Cut
 from shoal.kernels.rowstore import RowStore
 
 
 class Snapshot:
-    """The store at ``step`` (steps applied). ``rows``: rows of each owned block then. ``checksums`` of blocks are added
-    as they become known; several threads may add, always the same values. ``aux`` is opaque: the metric bins."""
+    """The store at ``step`` (steps applied). ``owned``: the blocks in it. ``checksums`` of blocks are added as they
+    become known; several threads may add, always the same values. ``aux`` is opaque: the metric bins."""
 
-    def __init__(self, step: int, cut: Cut, rows: Mapping[tuple[int, int], int], aux: bytes) -> None:
-        self.step, self.cut, self.rows, self.aux = step, cut, rows, aux
+    def __init__(self, step: int, cut: Cut, owned: frozenset[tuple[int, int]], aux: bytes) -> None:
+        self.step, self.cut, self.owned, self.aux = step, cut, owned, aux
         self.checksums: dict[tuple[int, int], int] = {}
         self._holds = 1
         self._lock = threading.Lock()
@@ -46,18 +45,17 @@ class Shelf:
         self._lock = threading.Lock()
         self._snapshots: dict[int, Snapshot] = {}
 
-    def open(self, step: int, owned: Iterable[tuple[int, int]], aux: bytes) -> Snapshot:
+    def open(self, step: int, owned: frozenset[tuple[int, int]], aux: bytes) -> Snapshot:
         """Cut the store at a boundary; replaces a snapshot of the same step. O(number of blocks).
 
         The bound on versions does not stop it: a snapshot is what lets older versions go (C3).
         """
-        rows = {key: self._store.num_rows(*key) for key in owned}
-        made = Snapshot(step, Cut(self._store.native, self._store.tables), rows, aux)
+        made = Snapshot(step, Cut(self._store.native, self._store.tables), owned, aux)
         with self._lock:
             old = self._snapshots.pop(step, None)
             self._snapshots[step] = made
         if old is not None:
-            made.checksums.update((k, v) for k, v in old.checksums.items() if k in rows)
+            made.checksums.update((k, v) for k, v in old.checksums.items() if k in owned)
             old.drop()
         return made
 

@@ -348,10 +348,15 @@ class TransferClient:
             raise LinkError(f"the connection to the worker at {self.address} was closed here")
         if self._socket is None:
             host, _, port = self.address.rpartition(":")
-            self._socket = socket.create_connection((host.strip("[]"), int(port)), self._timeout_s)
-            _tune(self._socket)
+            host = host.strip("[]")
+            found = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+            # Known before it connects, so that ``abort`` ends that wait as well.
+            self._socket = found
+            _tune(found)
+            found.settimeout(self._timeout_s)
+            found.connect((host, int(port)))
             if self._is_aborted:
-                _shut(self._socket)
+                _shut(found)
         return self._socket
 
     def _reconnect(self, error: OSError) -> None:

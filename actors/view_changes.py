@@ -256,8 +256,11 @@ class ViewChanges:
             return
         assert self._replicator is not None
         data = encode_dense(trainer)
+        leavers = [member.worker_id for member in old.members if view.rank_of(member.worker_id) is None]
         for joiner in joiners:
-            self._replicator.ship(joiner, view.epoch, trainer.step, dense=data)
+            # Leavers send their metric bins to rank 0; a joiner in that place has to know whose to wait for.
+            announced = leavers if joiner.rank == 0 else []
+            self._replicator.ship(joiner, view.epoch, trainer.step, dense=data, announces_aux=announced)
 
     # ---- recovering -----------------------------------------------------------------------------------------------
 

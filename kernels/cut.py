@@ -40,7 +40,9 @@ class BlockRows:
 
     @property
     def nbytes(self) -> int:
-        return sum(t.numel() * t.element_size() for t in dataclasses.astuple(self))
+        # Not ``dataclasses.astuple``, which copies every column.
+        columns = (self.ids, self.weights, self.slots, self.last_step, self.count)
+        return sum(t.numel() * t.element_size() for t in columns)
 
     @staticmethod
     def empty(table: TableSpec, num_rows: int = 0) -> BlockRows:

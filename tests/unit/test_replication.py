@@ -40,7 +40,7 @@ def test_buddies_hold_every_block_bit_for_bit_after_each_snapshot_f3():
             for peer in (a, b):
                 peer.train(num_steps=3)
             step = snapshot_all([a, b])
-            until(lambda: all(c.steps == (step,) for p in (a, b) for c in p.repl.copies.versions()), "folds")
+            until(lambda step=step: all(c.steps == (step,) for p in (a, b) for c in p.repl.copies.versions()), "folds")
             assert_copy(b, a, view.owned_by(0))
             assert_copy(a, b, view.owned_by(1))
             assert b.repl.held_aux("a", step) == f"a@{step}".encode()
