@@ -38,7 +38,7 @@ def test_buddies_hold_their_invariants_for_any_hosts_and_any_past(hosts, data):
     assert plan_buddies(hosts, kept) == buddies
 
 
-@pytest.mark.parametrize("hosts", ["AABB", "ABAB", "AABBCCDD", "ABCD", "AAABBB"])
+@pytest.mark.parametrize("hosts", ["AABB", "ABAB", "AABBCCDD", "ABCD", "AAABBB", "AABCDBCD"])
 def test_hosts_of_equal_size_are_paired(hosts):
     buddies = plan_buddies(list(hosts))
     pairs = {(hosts[rank], hosts[buddy]) for rank, buddy in enumerate(buddies)}

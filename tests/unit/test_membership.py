@@ -249,9 +249,10 @@ def test_a_shrunk_view_asks_to_be_evened_out_and_is_then_at_rest():
 
 def test_an_owner_that_lags_gives_its_block_to_who_has_it():
     """A cutover broke off: the joiner owns the block in the decided view, the old owner alone has its rows."""
-    tables = tables_of(300)
+    tables = tables_of(600)
     base = plan_view(None, 0, members("a@A", "b@B"), tables, SPEC).view
     plan = failover_view(base, 1, members("a@A", "b@B"), tables, SPEC, holders=lambda table, block: ["a"])
+    assert set(base.placement["t0"]) == {0, 1}
     assert set(plan.view.placement["t0"]) == {0}
 
 
