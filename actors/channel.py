@@ -98,6 +98,8 @@ class Channel:
         self.error: str | None = None
         self.error_since_s = 0.0
         self._shelf, self._tables, self._connect, self._on_change = shelf, tables, connect, on_change
+        # Of a row in a message: with its id, step and count.
+        self._row_bytes = [table.row_bytes + 24 for table in tables]
         self._at: dict[Key, Snapshot] = {}
         #: Blocks whose base is sent and not yet acknowledged. Other threads only look.
         self._unconfirmed: set[Key] = set()
@@ -308,10 +310,10 @@ class Channel:
             if old is not snapshot:
                 changes = snapshot.cut.export_changes(old.cut, *key)
                 snapshot.checksums[key] = unsigned(old.checksums[key] + changes.checksum_delta)
-                for section in _sections(key, changes, old.step):
+                num_rows += len(changes)
+                for section in _sections(key, changes, old.step, self._row_bytes[key[0]]):
                     sections.append(section)
-                    num_bytes += section.nbytes
-                    num_rows += len(section.rows) + section.deleted.numel()
+                    num_bytes += len(section.rows) * self._row_bytes[key[0]]
                     if num_bytes >= PIECE_BYTES:
                         flush()
                         num_bytes = 0
@@ -393,12 +395,16 @@ def base_sections(key: Key, rows: BlockRows) -> Iterator[Section]:
         yield Section(*key, narrow(rows, start, min(total, start + size)), NO_IDS, start, total, checksum)
 
 
-def _sections(key: Key, changes: cuts.BlockChanges, since: int) -> Iterator[Section]:
+def _sections(key: Key, changes: cuts.BlockChanges, since: int, row_bytes: int) -> Iterator[Section]:
     """Changes in pieces that fit a message; the deleted ids travel with the first."""
     rows, deleted = changes.rows, changes.deleted
-    size = max(1, PIECE_BYTES * len(rows) // max(1, rows.nbytes))
-    ids_max = PIECE_BYTES // 8
-    for start in range(0, max(len(rows), 1 if deleted.numel() else 0), size):
+    num_rows, num_deleted = len(rows), deleted.numel()
+    size, ids_max = max(1, PIECE_BYTES // row_bytes), PIECE_BYTES // 8
+    if num_rows <= size and num_deleted <= ids_max:  # Nearly always; slicing costs as much as the export.
+        if num_rows or num_deleted:
+            yield Section(*key, rows, deleted, since)
+        return
+    for start in range(0, max(num_rows, 1), size):
         yield Section(*key, narrow(rows, start, start + size), deleted[:ids_max] if start == 0 else NO_IDS, since)
-    for start in range(ids_max, deleted.numel(), ids_max):
+    for start in range(ids_max, num_deleted, ids_max):
         yield Section(*key, narrow(rows, 0, 0), deleted[start : start + ids_max], since)
