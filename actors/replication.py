@@ -27,18 +27,19 @@ import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
 
-import numpy as np
-
-from shoal.actors.blobs import Blobs, send_blob
-from shoal.actors.channel import Channel, base_sections
-from shoal.actors.copies import CopyHolder, Key
+from shoal.actors.blobs import send_blob
+from shoal.actors.channel import Channel
+from shoal.actors.copies import Key
 from shoal.actors.groups import run_hash
+from shoal.actors.inbound import Inbound
 from shoal.actors.messages import BlockSet, Copies, Member, PrepareProgress, View
+from shoal.actors.readiness import blocks_needed, copy_progress
 from shoal.actors.shelf import Shelf
+from shoal.actors.shipping import ship_once
 from shoal.actors.snapshot import RateLimiter
-from shoal.actors.transfer import TransferClient, TransferServer
-from shoal.actors.wire import Kind, Message, RefusedError, Reply, decode_sections, encode_sections
-from shoal.kernels import faults
+from shoal.actors.transfer import TransferClient
+from shoal.actors.wire import RefusedError
+from shoal.kernels.cut import BlockRows
 from shoal.kernels.errors import ExchangeTimeoutError, PeerError, ProtocolError
 from shoal.kernels.rowstore import RowStore
 from shoal.kernels.spec import TableSpec
@@ -103,8 +104,8 @@ class Replicator:
         self._store, self._tables = store, tuple(tables)
         self._limiter = RateLimiter(bytes_per_s)
         self.shelf = Shelf(store)
-        self.copies = CopyHolder(store, tables)
-        self._blobs = Blobs()
+        self._inbound = Inbound(store, tables, run=self._run, bind_address=bind_address, timeout_s=timeout_s)
+        self.copies, self._blobs = self._inbound.copies, self._inbound.blobs
         #: Replaced, never changed: other threads read it.
         self._owned: frozenset[Key] = frozenset()
         #: Blocks owned since ``flip`` that are read from storage: without ``set_view`` nobody knows what they hold.
@@ -114,19 +115,14 @@ class Replicator:
         self._rank: int | None = None
         self._flipped_at: int | None = None
         self._known: dict[Key, int] = {}
-        #: Epoch -> workers that may send under it; None: whoever knows the epoch, which is never told to others.
-        self._accepted: dict[int, frozenset[str] | None] = {}
         self._buddy: Channel | None = None
         self._preparing: dict[str, Channel] = {}
         self._next_view: View | None = None
         self._changed = threading.Condition()
         self._is_aborted = False
         self._last_snapshot = -1
-        self._server = TransferServer(
-            self._handle, run=self._run, fence=self._fence, bind_address=bind_address, timeout_s=timeout_s
-        )
         #: "host:port" of this worker's server, for ``Member.address``.
-        self.address = self._server.address
+        self.address = self._inbound.server.address
 
     # ---- views ----------------------------------------------------------------------------------------------------
 
@@ -137,9 +133,7 @@ class Replicator:
         ``senders``: who may send under it. None: whoever does, since only those a view concerns (its members, those
         that leave with it, suppliers of a recovery) are ever told its epoch.
         """
-        if view.epoch not in self._accepted:
-            self._blobs.forget_below(1 << 62)  # of an epoch that did not come about
-        self._accepted[view.epoch] = None if senders is None else frozenset(senders)
+        self._inbound.expect(view.epoch, senders)
 
     def set_view(self, view: View, rank: int, step: int, aux: bytes = b"", *, keeps_snapshot: bool = True) -> None:
         """``view`` is decided and its first step is ``step``: own its blocks, open the snapshot of ``step``, keep the
@@ -162,11 +156,10 @@ class Replicator:
         self._view, self._rank, self._next_view = view, rank, None
         self._last_snapshot = step
         self._is_aborted = False
-        members = frozenset(m.worker_id for m in view.members)
-        self._accepted = {e: who for e, who in self._accepted.items() if e > view.epoch} | {view.epoch: members}
+        self._inbound.decide(view.epoch, [member.worker_id for member in view.members])
         self.copies.settle(view.epoch)
         self.copies.protect(step)
-        self.copies.thaw()
+        self._inbound.thaw()
         self._blobs.forget_below(step)
         buddy = view.buddy(rank)
         if buddy is not None and buddy != rank:
@@ -300,7 +293,7 @@ class Replicator:
             for channel in self._preparing.values():
                 channel.close()
             self._preparing, self._next_view = {}, None
-        self._accepted.pop(epoch, None)
+        self._inbound.refuse(epoch)
         if self._view is None or self._view.epoch < epoch:
             self.copies.forget(self.copies.forget_epoch(epoch))
 
@@ -308,31 +301,22 @@ class Replicator:
         """How far the copies for the prepared view are, and the stop rule of V2: ready once every block is in sync
         and the last round took less than ``pause_max_s``; an error once rounds stop shrinking above that. Any thread.
         """
-        view, channels = self._next_view, list(self._preparing.values())
+        view, buddy = self._next_view, self._buddy
         if view is None:
             return PrepareProgress(is_ready=False)
-        needed = [*channels, *([self._buddy] if self._is_buddy_needed(view) and self._buddy is not None else [])]
-        now_s = time.monotonic()
-        for channel in needed:
-            if channel.error is not None and now_s - channel.error_since_s > PATIENCE * self.timeout_s:
-                reason = f"worker {channel.target.worker_id} takes no copies: {channel.error}"
-                return PrepareProgress(is_ready=False, error=reason)
-        rounds = [channel.counters.rounds for channel in channels]
-        last = [channel.last_rounds[-1] for channel in channels if channel.last_rounds]
-        pause_s = max((r.seconds for r in last), default=0.0)
-        made = PrepareProgress(
-            is_ready=all(c.is_in_sync for c in needed) and min(rounds, default=1) > 0 and pause_s <= self.pause_max_s,
-            rounds=max(rounds, default=0),
-            bytes_moved=sum(channel.bytes_sent for channel in channels),
-            rows_last_round=sum(r.rows for r in last),
-            predicted_pause_s=pause_s,
+        others = []
+        if buddy is not None:
+            # What the buddy is to hold under ``view`` may come by the channel to it alone.
+            rank = view.rank_of(buddy.target.worker_id)
+            others = [buddy] if rank is not None and rank in self._needs(view) else []
+        return copy_progress(
+            list(self._preparing.values()),
+            others,
+            rounds_max=self.rounds_max,
+            pause_max_s=self.pause_max_s,
+            patience_s=PATIENCE * self.timeout_s,
+            now_s=time.monotonic(),
         )
-        if made.is_ready or min(rounds, default=1) == 0:
-            return made
-        for channel in channels:
-            if reason := self._is_hopeless(channel):
-                return dataclasses.replace(made, error=reason)
-        return made
 
     @property
     def wants_haste(self) -> bool:
@@ -340,44 +324,8 @@ class Replicator:
         channels = list(self._preparing.values())
         return any(channel.is_in_sync for channel in channels) or (bool(channels) and not self.shelf.steps)
 
-    def _is_hopeless(self, channel: Channel) -> str | None:
-        rounds = list(channel.last_rounds)
-        # One slow round may be the machine's mood.
-        if len(rounds) < 2 or min(rounds[-1].seconds, rounds[-2].seconds) <= self.pause_max_s:
-            return None
-        is_stalled = rounds[-1].rows * 2 > rounds[-2].rows
-        if len(rounds) < self.rounds_max and not is_stalled:
-            return None
-        return (
-            f"after {len(rounds)} rounds {rounds[-1].rows} rows still change per round, which would stop training for "
-            f"{rounds[-1].seconds:.2f} s; pause_max_s is {self.pause_max_s:g}"
-        )
-
     def _needs(self, view: View) -> dict[int, set[Key]]:
-        """Rank in ``view`` -> the blocks owned here that it has to hold; also, with no blocks, the new buddy."""
-        needs: dict[int, set[Key]] = {}
-        numbers = {table.name: i for i, table in enumerate(self._tables)}
-        for name, owners in view.placement.items():
-            table = numbers[name]
-            for block, owner in enumerate(owners):
-                if (table, block) not in self._owned:
-                    continue
-                for rank in {owner, view.buddy(owner)}:
-                    if rank is not None and view.members[rank].worker_id != self.worker_id:
-                        needs.setdefault(rank, set()).add((table, block))
-        rank = view.rank_of(self.worker_id)
-        buddy = None if rank is None else view.buddy(rank)
-        if buddy is not None and buddy != rank:
-            needs.setdefault(buddy, set())
-        return needs
-
-    def _is_buddy_needed(self, view: View) -> bool:
-        """Whether the present buddy holds, under ``view``, something that only the channel to it brings."""
-        buddy = self._buddy
-        if buddy is None:
-            return False
-        rank = view.rank_of(buddy.target.worker_id)
-        return rank is not None and rank in self._needs(view)
+        return blocks_needed(view, self.worker_id, self._owned, [table.name for table in self._tables])
 
     # ---- cutover --------------------------------------------------------------------------------------------------
 
@@ -432,9 +380,7 @@ class Replicator:
         self._is_aborted = True
         for channel in self._channels():
             channel.close()
-        self.copies.freeze()
-        self._blobs.abort()
-        self._server.abort()
+        self._inbound.freeze()
         with self._changed:
             self._changed.notify_all()
 
@@ -442,7 +388,7 @@ class Replicator:
         """Stand still: nothing is sent, nothing is taken in, ownership is again that of the decided view. What
         ``holdings`` says stays true until ``roll_back``."""
         self.abort()
-        self._accepted = {}
+        self._inbound.refuse()
         self._close_channels()
         if self._flipped_at is None:
             return
@@ -499,8 +445,7 @@ class Replicator:
 
     def _open_again(self) -> None:
         self._is_aborted = False
-        self._blobs.thaw()
-        self.copies.thaw()
+        self._inbound.thaw()
 
     # ---- shipping: recoveries and joiners -------------------------------------------------------------------------
 
@@ -525,14 +470,12 @@ class Replicator:
         blobs = {f"aux:{worker_id}": state for worker_id, state in (aux or {}).items()}
         if dense is not None:
             blobs["dense"] = dense
+        keys = self.copies.keys_of(blocks)
         deadline_s = time.monotonic() + self.timeout_s
         while True:
             try:
                 with self._client(target.address) as client:
-                    self._send_blocks(client, epoch, step, blocks, target)
-                    for name, data in blobs.items():
-                        announced = [f"aux:{worker_id}" for worker_id in announces_aux] if name == "dense" else ()
-                        send_blob(client, epoch, name, step, data, announced)
+                    ship_once(client, epoch, step, keys, self._export, blobs, [f"aux:{w}" for w in announces_aux])
                 return
             except RefusedError:
                 if self._is_aborted or time.monotonic() > deadline_s:
@@ -540,17 +483,9 @@ class Replicator:
                 with self._changed:
                     self._changed.wait(RETRY_S)
 
-    def _send_blocks(self, client: TransferClient, epoch: int, step: int, blocks: BlockSet, target: Member) -> None:
-        wrong: list[Key] = []
-        for key in self.copies.keys_of(blocks):
-            with self.copies.store_lock:
-                rows = self._store.export_block(*key)
-            for section in base_sections(key, rows):
-                meta = {"step": step, "sections": 1}
-                wrong += _wrong(client.post(Kind.BASE, epoch, meta, encode_sections([section])))
-        wrong += _wrong(client.drain())
-        if wrong:
-            raise PeerError(f"row blocks arrived damaged at worker {target.worker_id}: {self._shown(wrong)}")
+    def _export(self, key: Key) -> BlockRows:
+        with self.copies.store_lock:
+            return self._store.export_block(*key)
 
     def dense_step(self, timeout_s: float = 0.0) -> int:
         """Step of the newest dense state that has come: a joiner's first step. -1: none within ``timeout_s``. Any
@@ -562,10 +497,8 @@ class Replicator:
     ) -> Received:
         """Wait for what others ``ship`` to this worker. Raises ExchangeTimeoutError naming what is missing, PeerError
         after ``abort``."""
-        deadline_s = time.monotonic() + timeout_s
-        self.copies.wait_for(blocks, step, timeout_s)
         names = [f"aux:{worker_id}" for worker_id in wants_aux] + (["dense"] if wants_dense else [])
-        found = self._blobs.wait_for(names, step, max(0.0, deadline_s - time.monotonic()))
+        found = dict(self._inbound.receive(blocks, step, names, timeout_s))
         return Received(dense=found.pop("dense", None), aux={name[4:]: data for name, data in found.items()})
 
     def aux_for_merge(self, step: int) -> Mapping[str, bytes]:
@@ -592,7 +525,7 @@ class Replicator:
         held = self.copies.counters
         return {
             "bytes_sent": sum(c.bytes_sent for c in channels),
-            "bytes_received": self._server.bytes_received,
+            "bytes_received": self._inbound.server.bytes_received,
             "rounds": sum(c.counters.rounds for c in channels),
             "base_rows": sum(c.counters.base_rows for c in channels),
             "changed_rows": sum(c.counters.changed_rows for c in channels),
@@ -601,7 +534,7 @@ class Replicator:
             "rows_folded": held.rows_folded,
             "fold_s": held.fold_s,
             "staged_bytes": self.copies.staged_bytes(),
-            "refused": self._server.num_refused,
+            "refused": self._inbound.server.num_refused,
             "resent_blocks": sum(c.counters.resent for c in channels),
             "checksum_failures": held.checksum_failures,
         }
@@ -610,8 +543,7 @@ class Replicator:
         """End all threads and connections."""
         self.abort()
         self._close_channels()
-        self.copies.close()
-        self._server.close()
+        self._inbound.close()
         self.shelf.retire(above=-1)
 
     # ---- inside ---------------------------------------------------------------------------------------------------
@@ -653,38 +585,3 @@ class Replicator:
 
     def _all_keys(self) -> list[Key]:
         return [(t, b) for t, spec in enumerate(self._tables) for b in range(spec.num_blocks)]
-
-    def _fence(self, epoch: int, sender: str) -> str | None:
-        accepted = self._accepted
-        if epoch not in accepted:
-            return f"epoch {epoch} is not one of {sorted(accepted)}"
-        members = accepted[epoch]
-        return None if members is None or sender in members else f"{sender} is no member of epoch {epoch}"
-
-    def _handle(self, message: Message) -> Reply:
-        header, meta, payload = message.header, message.meta, message.payload
-        if header.kind is Kind.STATE:
-            keys = map(tuple, payload.view(np.int64).reshape(-1, 2).tolist())
-            return Reply(payload=self.copies.state(header.sender, keys).view(np.uint8).reshape(-1))
-        if header.kind is Kind.END:
-            size = 32 * int(meta["blocks"])
-            aux = payload[size:].tobytes() if meta["has_aux"] else None
-            table = payload[:size].view(np.int64).reshape(-1, 4)
-            wrong = self.copies.finish(header.sender, int(meta["step"]), table, aux)
-            faults.reach("snapshot.ack")
-            return Reply(meta={"wrong": wrong})
-        if header.kind is Kind.BLOB:
-            self._blobs.add(meta, payload)
-            return Reply()
-        sections = decode_sections(payload, int(meta["sections"]), self._tables)
-        if header.kind is Kind.BASE:
-            wrong = self.copies.add_base(header.sender, header.epoch, int(meta["step"]), sections)
-            return Reply(meta={"wrong": wrong})
-        if header.kind is Kind.CHANGES:
-            self.copies.stage(int(meta["step"]), sections)
-            return Reply()
-        raise ProtocolError(f"a message of kind {header.kind.name} is no request")
-
-
-def _wrong(replies: Iterable[Reply]) -> list[Key]:
-    return [(table, block) for reply in replies for table, block in reply.meta.get("wrong", ())]
