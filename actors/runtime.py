@@ -29,7 +29,7 @@ from ray.util.placement_group import (
 )
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
-from shoal.actors.messages import Holdings, Order, WorkerInfo, WorkerPoll
+from shoal.actors.messages import Holdings, Order, SetBase, WorkerInfo, WorkerPoll
 from shoal.actors.worker import Worker, WorkerSpec
 
 logger = logging.getLogger(__name__)
@@ -159,19 +159,33 @@ def kill_process(node_id: str, pid: int) -> Any:
     Only a process of Ray's is killed: the number may be another's by now.
     """
 
-    def kill() -> bool:
-        try:
-            with open(f"/proc/{pid}/cmdline", "rb") as file:
-                is_ours = b"ray::" in file.read()
-            if is_ours:
-                os.kill(pid, signal.SIGKILL)
-        except OSError:
-            return False
-        return is_ours
-
     strategy = NodeAffinitySchedulingStrategy(node_id, soft=False)
-    task = ray.remote(kill).options(num_cpus=0, max_retries=0, scheduling_strategy=strategy)  # type: ignore[attr-defined]
-    return task.remote()
+    task = ray.remote(kill_here).options(num_cpus=0, max_retries=0, scheduling_strategy=strategy)  # type: ignore[attr-defined]
+    return task.remote(pid)
+
+
+def kill_here(pid: int, limit_s: float = 5.0) -> bool:
+    """SIGKILL a process of Ray's on this machine and wait until it has ended. False: it had before, or is another's."""
+    try:
+        with open(f"/proc/{pid}/cmdline", "rb") as file:
+            if b"ray::" not in file.read():
+                return False
+        os.kill(pid, signal.SIGKILL)
+    except OSError:
+        return False
+    deadline = time.monotonic() + limit_s
+    while _is_running(pid) and time.monotonic() < deadline:
+        time.sleep(0.002)
+    assert not _is_running(pid), f"process {pid} survived SIGKILL for {limit_s:g} s"
+    return True
+
+
+def _is_running(pid: int) -> bool:
+    try:
+        with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
+            return file.read().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
 
 
 def start_watchdog(
@@ -267,14 +281,9 @@ class WorkerActor:
                 self._info = self._worker.prepare(self._host, ray.util.get_node_ip_address())
             return self._info
 
-    def order(self, order: Order) -> None:
+    def order(self, order: Order | SetBase) -> None:
         """Queue an order; returns at once."""
         self._worker.order(order)
-
-    @ray.method(concurrency_group=QUICK)
-    def holdings(self) -> Holdings:
-        """What this worker can bring into a recovered view."""
-        return self._worker.holdings()
 
     @ray.method(concurrency_group=QUICK)
     def poll(self) -> WorkerPoll:
@@ -283,6 +292,16 @@ class WorkerActor:
             return poll
         left_s = max(0.0, self._ends_at - time.monotonic())
         return dataclasses.replace(poll, status=dataclasses.replace(poll.status, drain_s=left_s))
+
+    @ray.method(concurrency_group=QUICK)
+    def holdings(self) -> Holdings:
+        """What this worker can bring into a recovered view."""
+        return self._worker.holdings()
+
+    @ray.method(concurrency_group=QUICK)
+    def kill_process(self, pid: int) -> bool:
+        """End another process of this machine that does not answer (see ``kill_here``)."""
+        return kill_here(pid)
 
     @ray.method(concurrency_group=QUICK)
     def request(self, flags: int) -> None:

@@ -293,6 +293,7 @@ class Worker:
                 protected=-1 if changes is None else changes.protected,
                 unprotected_bytes=0 if replicator is None else replicator.unprotected_bytes,
                 rows=0 if self.shards is None else self.shards.num_rows(),
+                fence=0 if self._state is None else self._state.fence,
                 preparing=-1 if preparation is None else preparation.view.epoch,
                 prepare=None if preparation is None else preparation.progress(),
                 timings={} if changes is None else dict(changes.timings),
@@ -309,8 +310,12 @@ class Worker:
 
     def holdings(self) -> Holdings:
         """What this worker can bring into a recovered view, and the view it knows (F4, F8)."""
-        assert self.changes is not None
-        return self.changes.holdings()
+        assert self.changes is not None and self._state is not None
+        # Read first: it only rises, and what it was then holds for what is said now, as long as no order is carried out.
+        fence = self._state.fence
+        held = self.changes.holdings()
+        is_resting = self._state.phase in (WorkerPhase.STARTING, WorkerPhase.PARKED, WorkerPhase.LEFT)
+        return dataclasses.replace(held, fence=fence if is_resting else 0)
 
     def request(self, flags: int) -> None:
         """Raise flags in the next step's header (S3)."""

@@ -3,7 +3,7 @@
 Nothing here, and nothing at the top of those modules, imports torch, ray or numpy, so that ``shoal --help`` and the
 messages about a wrong job file come at once.
 
-Exit codes: 0 done; 1 an error, in one line on stderr; 2 wrong usage; 130 interrupted.
+Exit codes: 0 done; 1 an error, in one line on stderr; 2 wrong usage; 130 interrupted: the run can be resumed.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from typing import NoReturn
 
 import shoal
 from shoal.jobs import (
+    cli_attach,
     cli_ckpt,
     cli_config,
     cli_data,
@@ -26,6 +27,8 @@ from shoal.jobs import (
     cli_plan,
     cli_quickstart,
     cli_resume,
+    cli_scale,
+    cli_stop,
     cli_synth,
     cli_train,
 )
@@ -35,6 +38,9 @@ from shoal.platform.config_fields import did_you_mean
 COMMANDS: dict[str, ModuleType] = {
     "train": cli_train,
     "resume": cli_resume,
+    "scale": cli_scale,
+    "attach": cli_attach,
+    "stop": cli_stop,
     "eval": cli_eval,
     "plan": cli_plan,
     "config": cli_config,

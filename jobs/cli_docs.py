@@ -14,6 +14,10 @@ _INTRODUCTION = """# Command line
 `shoal COMMAND ...`, or `python -m shoal.jobs.cli COMMAND ...`. Exit codes: 0 done; 1 an error, in one line on stderr
 (`error: [SHOAL-101] ...`; the code is stable); 2 wrong usage; 130 interrupted. `--debug` adds the traceback.
 
+Ctrl-C, or SIGTERM, once: the step in progress is finished, a checkpoint written, and `train`, `resume` and `attach`
+exit with 130; twice: everything ends at once, also with 130. Either way the run can be resumed, after the second from
+its newest complete checkpoint.
+
 On a Ray cluster: `ray job submit --working-dir . -- shoal train job.yaml`. Inside the job the job's own cluster is
 used; elsewhere a local one is started, unless `--address` or `scaling.address` names one. `RAY_ADDRESS` alone is not
 followed.

@@ -36,6 +36,29 @@ def add_address(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--address", metavar="ADDRESS", help=text)
 
 
+def add_live_run(parser: argparse.ArgumentParser) -> None:
+    """A run that is alive, and where to look for it."""
+    parser.add_argument("name", metavar="NAME", help="name of the run (run.name of its job)")
+    text = "Ray cluster it runs in (host:port); default: RAY_ADDRESS, else the one on this machine"
+    parser.add_argument("--address", metavar="ADDRESS", help=text)
+
+
+def add_resume(parser: argparse.ArgumentParser) -> None:
+    """Where to begin."""
+    text = "auto: go on from the newest complete checkpoint, if any; must: fail without one; never: from step 0; "
+    text += "N: from the checkpoint of exactly that step; default: run.resume of the job (auto)"
+    parser.add_argument("--resume", metavar="auto|must|never|N", type=resume_policy, help=text)
+
+
+def resume_policy(text: str) -> str | int:
+    """The value of ``--resume``."""
+    if text in ("auto", "must", "never"):
+        return text
+    if text.isdecimal():
+        return int(text)
+    raise argparse.ArgumentTypeError(f"{text!r} is not auto, must, never or a step number")
+
+
 def add_json(parser: argparse.ArgumentParser) -> None:
     """``--json`` for machines."""
     parser.add_argument("--json", action="store_true", help="print JSON")

@@ -5,10 +5,10 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING
 
-from shoal.jobs.cli_options import add_address, add_job, add_json, load_job, print_json
+from shoal.jobs.cli_options import add_address, add_job, add_json, add_resume, load_job, print_json
 
 if TYPE_CHECKING:
-    from shoal.jobs.train import Result
+    from shoal.jobs.result import Result
     from shoal.platform.config import JobConfig
 
 #: Of a run that Ctrl-C or SIGTERM ended in good order: a shell or a scheduler must not take it for a finished one.
@@ -19,12 +19,16 @@ HELP = "train the model of a job file"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_job(parser)
+    add_resume(parser)
     add_address(parser)
     add_json(parser)
 
 
 def run(args: argparse.Namespace) -> int:
-    return run_job(load_job(args), as_json=args.json)
+    config = load_job(args)
+    if args.resume is not None:
+        config = config.replace(run=config.run.replace(resume=args.resume))
+    return run_job(config, as_json=args.json)
 
 
 def summary_line(name: str, result: Result) -> str:
@@ -40,10 +44,15 @@ def run_job(config: JobConfig, *, as_json: bool = False) -> int:
     from shoal.platform.preflight import check_job
 
     check_job(config)
-    from shoal.jobs.next_steps import format_next_steps, next_commands
     from shoal.jobs.train import ElasticTrainer
 
-    result = ElasticTrainer.from_config(config).fit()
+    return show_result(config, ElasticTrainer.from_config(config).fit(), as_json=as_json)
+
+
+def show_result(config: JobConfig, result: Result, *, as_json: bool) -> int:
+    """Say what came out of a run and what to do next. Returns the exit code: 130 when it was stopped."""
+    from shoal.jobs.next_steps import format_next_steps, next_commands
+
     if as_json:
         print_json({"run_dir": result.path, "checkpoint": result.checkpoint, "metrics": dict(result.metrics)})
         return EXIT_STOPPED if result.is_stopped else 0

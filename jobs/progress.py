@@ -112,7 +112,8 @@ def format_line(record: ProgressRecord) -> str:
     """``step=100/400 samples_per_s=12345 loss=0.5012 ... eta=1m05s``; what is unknown is left out."""
     steps = f"{record.step}/{record.steps_total}" if record.steps_total is not None else str(record.step)
     values = {"step": steps, "samples_per_s": _rate(record.samples_per_s), **_metrics(record)}
-    values |= {"exchange_ms": _fixed(record.exchange_ms, 2), "workers": str(record.workers), "eta": _eta(record)}
+    values |= {"exchange_ms": _fixed(record.exchange_ms, 2), "workers": str(record.workers)}
+    values |= {"epoch": str(record.epoch), **_protection(record), "eta": _eta(record)}
     return " ".join(f"{name}={value}" for name, value in values.items() if value)
 
 
@@ -120,7 +121,7 @@ def format_bar(record: ProgressRecord) -> str:
     """What stands behind the bar, most wanted first (a narrow terminal cuts the end)."""
     values = {"": f"{_rate(record.samples_per_s)} samples/s", **_metrics(record), "eta": _eta(record)}
     exchange = _fixed(record.exchange_ms, 1)
-    values |= {"exch": f"{exchange}ms" if exchange else "", "workers": str(record.workers)}
+    values |= {"exch": f"{exchange}ms" if exchange else "", "workers": str(record.workers), **_protection(record)}
     return " ".join(f"{name} {value}".strip() for name, value in values.items() if value)
 
 
@@ -147,6 +148,13 @@ def format_bytes(num_bytes: float) -> str:
 
 def _metrics(record: ProgressRecord) -> dict[str, str]:
     return {name: _fixed(getattr(record, name), 4) for name in ("loss", "ne", "auc")}
+
+
+def _protection(record: ProgressRecord) -> dict[str, str]:
+    """How far a loss would take the run back, and what is without a copy for now."""
+    protected = "" if record.protected_step is None else str(record.protected_step)
+    unprotected = format_bytes(record.unprotected_bytes).replace(" ", "") if record.unprotected_bytes else ""
+    return {"protected": protected, "unprotected": unprotected}
 
 
 def _fixed(value: float | None, digits: int) -> str:

@@ -8,20 +8,18 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import logging
-import os
-import sys
 from collections.abc import Callable, Mapping
-from typing import Any, Self, TypeAlias
+from typing import Any, TypeAlias
 
 from torch import nn
 
 from shoal.actors.feed import BatchSource
-from shoal.actors.messages import Progress as EvalRecord
 from shoal.actors.worker import Seat
+from shoal.jobs import live
+from shoal.jobs.connection import connected
 from shoal.jobs.progress import Progress
+from shoal.jobs.result import Collector, Result, make_result
 from shoal.kernels.errors import ClusterError, ConfigError
-from shoal.platform.cluster_choice import choose_cluster
 from shoal.platform.config import (
     DataConfig,
     JobConfig,
@@ -32,36 +30,15 @@ from shoal.platform.config import (
     TrainConfig,
 )
 from shoal.platform.config_ray import run_config, scaling_config
-from shoal.platform.controller import RunPlan, RunReport
 from shoal.platform.job import FactoryModel, Source, make_plan, open_source, package_versions
 from shoal.platform.launch import ClusterSpec
 from shoal.platform.launch_local import run_in_process
 from shoal.platform.preflight import cluster_problems
 from shoal.platform.run_folder import RunRecord
-from shoal.platform.state import RunPhase
+from shoal.platform.run_plan import RunPlan, RunReport
 from shoal.platform.storage import Storage
-from shoal.platform.telemetry import ProgressRecord
 
 Model: TypeAlias = nn.Module | Callable[[], nn.Module] | ModelConfig | str
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Result:
-    """How a run ended; the fields that ray.train's Result has bear its names."""
-
-    #: Last values of the training window and of the last evaluation (``eval/...``). What never happened has no key: a
-    #: run that was stopped before its first evaluation has no ``eval/...``; use ``.get``.
-    metrics: Mapping[str, float]
-    #: The run's folder.
-    path: str
-    #: Steps applied, over the whole life of the run.
-    steps: int
-    #: Folder of the newest complete checkpoint, or None.
-    checkpoint: str | None
-    #: Whether the run was stopped before its last step.
-    is_stopped: bool
-    #: All progress records of this call, oldest first.
-    records: tuple[ProgressRecord, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -142,14 +119,18 @@ class ElasticTrainer:
             raise ConfigError("data.train names no files to train on")
         train = open_source(config, config.data.train, is_training=True)
         evaluation = open_source(config, config.data.eval, is_training=False) if config.data.eval else None
-        collector = _Collector(progress or Progress(), on_record)
+        collector = Collector(progress or Progress(), on_record)
         with collector.progress:
             if config.scaling.max_workers == 0:
                 plan = self._plan(train, evaluation, train.local_feed)
                 report = run_in_process(plan, collector)
             else:
                 report = self._fit_on_ray(train, evaluation, collector)
-        return self._result(report, collector)
+        return make_result(config.run.run_dir, report, collector)
+
+    def scale(self, num_workers: int) -> str:
+        """Change the number of workers while ``fit`` runs in another thread; see ``shoal.scale``."""
+        return live.scale(self.config.run.name, num_workers, address=self.config.scaling.address)
 
     def _plan(self, train: Source, evaluation: Source | None, feed: Callable[[Seat], BatchSource]) -> RunPlan:
         config = self.config
@@ -159,7 +140,7 @@ class ElasticTrainer:
         plan = make_plan(config, self._build_model, train, evaluation, feed)
         return dataclasses.replace(plan, record=record)
 
-    def _fit_on_ray(self, train: Source, evaluation: Source | None, collector: _Collector) -> RunReport:
+    def _fit_on_ray(self, train: Source, evaluation: Source | None, collector: Collector) -> RunReport:
         import ray
 
         from shoal.actors.runtime import actor_name
@@ -168,7 +149,7 @@ class ElasticTrainer:
 
         config = self.config
         scaling = config.scaling
-        with _connected(scaling.address, scaling.max_workers, scaling.cpus_per_worker, collector) as connection:
+        with connected(scaling.address, scaling.max_workers, scaling.cpus_per_worker, collector) as connection:
             if problems := cluster_problems(config, ray.cluster_resources()):
                 # A cluster of our own never grows; another one may, while the pending placement groups ask it to.
                 if connection.is_own_cluster:
@@ -182,95 +163,13 @@ class ElasticTrainer:
                 bundle["GPU"] = scaling.gpus_per_worker
             if scaling.memory_per_worker:
                 bundle["memory"] = float(scaling.memory_per_worker)
-            cluster = ClusterSpec(bundle=bundle, start_feeder=FeederMaker(train, feeder, controller))
+            cluster = ClusterSpec(
+                bundle=bundle,
+                start_feeder=FeederMaker(train, feeder, controller),
+                orphan_s=config.run.failure.orphan_s,
+                driver_grace_s=config.run.failure.driver_grace_s,
+            )
             return run_on_ray(plan, cluster, collector)
-
-    def _result(self, report: RunReport, collector: _Collector) -> Result:
-        from shoal.platform.checkpoint import CheckpointState, list_checkpoints
-
-        infos = [i for i in list_checkpoints(self.config.run.run_dir) if i.state is CheckpointState.COMPLETE]
-        summary = report.summary or {}
-        evaluated = {f"eval/{name}": value for name, value in summary.get("eval", {}).items()}
-        return Result(
-            # A run that was stopped may have no summary: then what its records said last.
-            metrics={**collector.last_values, **summary.get("train", {}), **evaluated},
-            path=self.config.run.run_dir,
-            steps=int(summary.get("step", report.step)),
-            checkpoint=infos[-1].uri if infos else None,
-            is_stopped=report.phase is RunPhase.STOPPED,
-            records=tuple(collector.records),
-        )
-
-
-class _Collector:
-    """Shows what a run tells, and keeps its records."""
-
-    def __init__(self, progress: Progress, on_record: Callable[[Any], None] | None) -> None:
-        self.progress = progress
-        self.records: list[ProgressRecord] = []
-        #: Metric -> its last value among all records.
-        self.last_values: dict[str, float] = {}
-        self._on_record = on_record
-
-    def __call__(self, item: Any) -> None:
-        if isinstance(item, ProgressRecord):
-            self.records.append(item)
-            shown = ("loss", "ne", "auc", "calibration", "samples_per_s", "exchange_ms")
-            values = {name: getattr(item, name) for name in shown}
-            self.last_values |= {name: value for name, value in values.items() if value is not None}
-            self.progress.update(item)
-        elif isinstance(item, EvalRecord):
-            self.last_values |= item.values
-            shown = ("auc", "log_loss", "ne", "calibration", "num_samples")
-            text = " ".join(f"{name}={item.values[f'eval/{name}']:.6g}" for name in shown)
-            self.progress.note(f"eval step={item.step} {text}")
-        else:
-            kind, fields = item
-            self.progress.note(" ".join([f"event={kind}", *(f"{k}={v}" for k, v in fields.items())]))
-        if self._on_record is not None:
-            self._on_record(item)
-
-
-class _connected:
-    """A connection to the chosen Ray cluster; a cluster of our own is ended afterwards, an existing one is kept."""
-
-    def __init__(self, address: str | None, num_workers: int, cpus_per_worker: float, collector: _Collector) -> None:
-        self._address = address
-        self._num_cpus = int(num_workers * max(1.0, cpus_per_worker)) + 2
-        self._collector = collector
-        self._is_ours = False
-        #: Whether the cluster was started here, for this run.
-        self.is_own_cluster = False
-
-    def __enter__(self) -> Self:
-        import ray
-
-        if ray.is_initialized():
-            return self
-        choice = choose_cluster(self._address, os.environ)
-        self._collector(("cluster", {"address": choice.address, "reason": choice.reason}))
-        # Workers import the user's model from where the driver does.
-        if os.getcwd() not in sys.path:
-            sys.path.insert(0, os.getcwd())
-        # Ray's own start-up lines would break the progress bar; its errors still come through.
-        options: dict[str, Any] = {"log_to_driver": False, "namespace": "shoal", "logging_level": logging.ERROR}
-        if choice.is_local:
-            # Logical CPUs: a laptop may run more workers than it has cores, more slowly.
-            options |= {"num_cpus": max(self._num_cpus, os.cpu_count() or 1), "include_dashboard": False}
-        try:
-            ray.init(address=choice.address, **options)
-        except ConnectionError as error:
-            where = f"the Ray cluster at {choice.address}"
-            raise ClusterError(f"cannot reach {where}: {error}; try `shoal doctor`") from error
-        self._is_ours = True
-        self.is_own_cluster = choice.is_local
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        import ray
-
-        if self._is_ours:
-            ray.shutdown()
 
 
 def _model_builder(model: Model) -> Callable[[], nn.Module]:

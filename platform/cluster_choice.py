@@ -42,3 +42,15 @@ def choose_cluster(address: str | None, environ: Mapping[str, str]) -> ClusterCh
     if job_address:
         return ClusterChoice("local", f"no address given; RAY_ADDRESS={job_address} needs --address to be used")
     return ClusterChoice("local", "no address given")
+
+
+def choose_live_cluster(address: str | None, environ: Mapping[str, str]) -> ClusterChoice:
+    """Where a command looks for a run that is alive: an explicit address, RAY_ADDRESS, else the one on this machine.
+
+    Such a command only speaks to the run that it names, so a cluster that is found by itself does no harm.
+    """
+    if address:
+        return ClusterChoice(address, "--address")
+    if environ.get("RAY_ADDRESS"):
+        return ClusterChoice(environ["RAY_ADDRESS"], "RAY_ADDRESS")
+    return ClusterChoice("auto", "no address given: the cluster that runs on this machine")

@@ -1,473 +1,335 @@
-"""The controller of a run: executes what its state machine decides, over workers it reaches through handles.
+"""The controller of a run: gathers events, lets the state machine decide, has the executor carry it out.
 
-Free of Ray: ``launch`` gives it Ray actors or a worker of the calling process behind the same ``WorkerHandle``. All
-communication is pulled: the controller polls its workers a few times a second, the driver polls the controller; the
-step loop calls nobody.
+Free of Ray: ``launch_ray`` and ``launch_local`` give it workers behind the same ``WorkerHandle``. All communication is
+pulled: the controller polls its workers a few times a second, the driver polls the controller; the step loop calls
+nobody.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
 import threading
-import time
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator
 from typing import Any
 
-from shoal.actors.messages import Member, Progress, Start, View, WorkerInfo, WorkerPoll
-from shoal.actors.phases import COUNTER_NAMES
-from shoal.actors.shard_host import Restore
-from shoal.actors.worker import WorkerSpec
-from shoal.kernels.errors import CheckpointError, CheckpointMismatchError, ClusterError, ProtocolError
-from shoal.kernels.frame import Flag
-from shoal.platform.cause import decide_cause, find_cause
-from shoal.platform.checkpoint import CheckpointState, collect, complete, decide_resume, list_checkpoints
-from shoal.platform.epochs import claim_epoch, newest_epoch
-from shoal.platform.launch import LaunchFailed, Ready, WorkerHandle, WorkerLauncher
-from shoal.platform.loadplan import plan_load
-from shoal.platform.manifest import CheckpointName, Manifest
-from shoal.platform.placement import ShardingType, TableLoad, plan_placement
-from shoal.platform.state_fixed import (
-    AskStop,
-    ControllerState,
+from shoal.kernels.errors import (
+    CheckpointError,
+    CheckpointMismatchError,
+    ClusterError,
+    ConfigError,
+    FencedError,
+    LockLostError,
+)
+from shoal.platform.clock import Clock, SystemClock
+from shoal.platform.executor import Executor, current_members
+from shoal.platform.incident import Limits
+from shoal.platform.journal import Journal, Record, open_journal
+from shoal.platform.journal_record import decode_records
+from shoal.platform.launch import WorkerLauncher
+from shoal.platform.manifest import CheckpointName
+from shoal.platform.membership import ViewSpec
+from shoal.platform.run_checkpoints import RunCheckpoints
+from shoal.platform.run_guard import RunGuard
+from shoal.platform.run_log import RunLog
+from shoal.platform.run_plan import RunPlan, RunReport
+from shoal.platform.state import ControllerSpec, ControllerState
+from shoal.platform.state_messages import (
+    Adopted,
     EndRun,
     Event,
-    FormView,
-    Instruction,
-    ManifestWritten,
-    PartWritten,
     Publish,
     RunPhase,
+    ScaleRequested,
     StopOverdue,
     StopRequested,
-    WorkerFailed,
-    WorkerFinished,
-    WorkerReady,
-    WriteManifest,
+    Tick,
 )
-from shoal.platform.storage import Storage
-from shoal.platform.telemetry import EventLog, MetricWriter, ProgressRecord, RayGauges
 
 logger = logging.getLogger(__name__)
 
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class RunPlan:
-    """What the controller needs to know of a job; picklable."""
-
-    name: str
-    num_workers: int
-    worker: WorkerSpec
-    storage: Storage
-    steps_total: int
-    sharding: Callable[[str], ShardingType]
-    memory_bytes_per_worker: int | None = None
-    transport: str = "auto"
-    resume: str | int = "auto"
-    #: Called once the run is accepted: its checkpoint is chosen, and its data is what it was.
-    record: Callable[[], None] = lambda: None
-    num_to_keep: int | None = 2
-    #: What identifies the data order (D2), and the check of a stored one against it.
-    data_fingerprint: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    check_fingerprint: Callable[[Mapping[str, Any]], None] = lambda stored: None
-    start_timeout_s: float = 180.0
-    #: A stop is given this long, and a checkpoint's time, before the workers are ended as they are.
-    stop_timeout_s: float = 30.0
-    checkpoint_timeout_s: float = 3600.0
-    poll_interval_s: float = 0.25
-    #: A worker that does not answer a poll for this long has failed.
-    poll_timeout_s: float = 30.0
-    versions: Mapping[str, str] = dataclasses.field(default_factory=dict)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class RunReport:
-    """What the driver learns from one poll: everything since the cursor it gave."""
-
-    phase: RunPhase
-    reason: str
-    step: int
-    cursor: int
-    #: ProgressRecord for training, Progress of kind "eval", or an event as (kind, fields).
-    items: tuple[Any, ...]
-    summary: Mapping[str, Any] | None = None
-    #: Of the controller; the cursor counts its items only.
-    incarnation: int = 0
+#: Phases in which somebody waits for what the controller does next.
+_URGENT = (RunPhase.STARTING, RunPhase.PREPARING, RunPhase.CUTTING_OVER, RunPhase.RECOVERING, RunPhase.STOPPING)
+#: Between two rounds of polls then. Seconds.
+URGENT_INTERVAL_S = 0.02
 
 
 class Controller:
     """Runs one job from launch to release. ``run`` blocks; the other methods may be called from other threads."""
 
-    def __init__(self, plan: RunPlan, launcher: WorkerLauncher) -> None:
+    def __init__(self, plan: RunPlan, launcher: WorkerLauncher, clock: Clock | None = None) -> None:
         self.plan = plan
-        self.placement: tuple[TableLoad, ...] = ()
+        #: Set when a later controller has taken the run over: this one must touch nothing any more (F7).
+        self.is_fenced = False
         self._launcher = launcher
-        self._state = ControllerState(max(1, plan.num_workers))
-        self._handles: Sequence[WorkerHandle] = ()
-        self._infos: Sequence[WorkerInfo] = ()
-        self._view: View | None = None
-        self._manifest: Manifest | None = None
-        self._items: list[Any] = []
+        self._clock = clock or SystemClock()
         self._lock = threading.Lock()
+        self._guard: RunGuard | None = None
+        self._journal: Journal | None = None
+        self._log: RunLog | None = None
+        self._state: ControllerState | None = None
+        self._executor: Executor | None = None
+        self._checkpoints: RunCheckpoints | None = None
+        self._requests: list[Callable[[float], Event]] = []
         self._stop_reason: str | None = None
-        self._stop_asked = 0.0  # monotonic
+        self._stop_at = 0.0
         #: How the run ends, once that is decided; ``_over`` is set when everything of it has been released as well.
         self._outcome: tuple[RunPhase, str] | None = None
         self._over: tuple[RunPhase, str] | None = None
         self._failure: BaseException | None = None
-        #: Monotonic time of the first poll that saw a failure not acted on yet.
-        self._failed_at: float | None = None
-        self._restored = threading.Event()
-        self._step, self._samples = 0, 0
-        self._incarnation, self._next_worker = time.time_ns(), 0
-        self._epoch = -1
-        self._events = EventLog(plan.storage, "c0")
-        self._metrics: MetricWriter | None = None
-        self._gauges: RayGauges | None = None
-        self._pool = ThreadPoolExecutor(max_workers=min(32, max(2, plan.num_workers)), thread_name_prefix="controller")
+        self._woken = threading.Event()
 
     # ---- for the driver -------------------------------------------------------------------------------------------
 
     def report(self, cursor: int, incarnation: int | None = None) -> RunReport:
         """Everything since ``cursor`` (0 at first); from the start where it counts in another ``incarnation``."""
-        if incarnation not in (None, self._incarnation):
-            cursor = 0
         with self._lock:
-            items = tuple(self._items[cursor:])
-            phase, reason = self._over or (self._state.phase, "")
-            if self._over is None and (self._outcome is not None or phase.is_over):
-                phase = RunPhase.STOPPING  # workers are still being released
-            return RunReport(
-                phase=phase,
-                reason=reason,
-                step=self._step,
-                cursor=cursor + len(items),
-                items=items,
-                summary=self._state.summary,
-                incarnation=self._incarnation,
-            )
+            over, outcome, state, log, journal = self._over, self._outcome, self._state, self._log, self._journal
+        mine = -1 if journal is None else journal.incarnation
+        if incarnation not in (None, mine):
+            cursor = 0
+        phase, reason = over or (RunPhase.STARTING if state is None else state.phase, "")
+        if over is None and (outcome is not None or phase.is_over):
+            phase = RunPhase.STOPPING  # workers are still being released
+        items = () if log is None else log.items_since(cursor)
+        return RunReport(
+            phase=phase,
+            reason=reason,
+            step=self._step(),
+            cursor=cursor + len(items),
+            items=items,
+            summary=None if state is None else state.summary,
+            incarnation=mine,
+        )
 
     def stop(self, reason: str) -> None:
         """Ask for an orderly end: the step in progress is finished and a checkpoint written."""
-        if self._stop_reason is None:
-            self._stop_asked, self._stop_reason = time.monotonic(), reason
+        with self._lock:
+            if self._stop_reason is None:
+                self._stop_at, self._stop_reason = self._clock.now_s(), reason
+        self._woken.set()
+
+    def scale(self, num_workers: int) -> str:
+        """Ask for another number of workers; the answer says what was understood. Raises ConfigError."""
+        if num_workers < 1:
+            raise ConfigError(f"{num_workers} workers: at least 1 is needed; `shoal stop` ends a run")
+        if self._launcher.is_fixed:
+            raise ConfigError("this run trains in one process (num_workers=0): it cannot be scaled")
+        before = self._state.view.world_size if self._state is not None and self._state.view is not None else 0
+        reason = "the operator asked for it"
+        self._ask(lambda now_s: ScaleRequested(now_s=now_s, num_workers=num_workers, reason=reason))
+        return f"run {self.plan.name}: {before} workers now, {num_workers} wanted"
 
     def abort(self) -> None:
         """End everything now, without a checkpoint."""
-        self._outcome = self._outcome or (RunPhase.STOPPED, "aborted")
+        with self._lock:
+            self._outcome = self._outcome or (RunPhase.STOPPED, "aborted")
         self._launcher.release()
+        self._woken.set()
 
     @property
     def failure(self) -> BaseException | None:
         """The typed error that ended the run, where it is known in this process."""
         return self._failure
 
+    def _ask(self, make: Callable[[float], Event]) -> None:
+        with self._lock:
+            self._requests.append(make)
+        self._woken.set()
+
+    def _step(self) -> int:
+        executor = self._executor
+        return max((status.step for status in executor.statuses.values()), default=0) if executor is not None else 0
+
     # ---- the run --------------------------------------------------------------------------------------------------
 
     def run(self) -> RunPhase:
         """Launch, train, release. Returns how the run ended; never raises for a failure of the run itself."""
-        refused: set[CheckpointName] = set()
         try:
-            while not self._try_run(refused):
-                self._publish("resume_fallback", reason=f"passed over {', '.join(map(str, refused))}")
-                self._launcher.release()
+            with self._journalled() as before:
+                self._attempts(before)
+        except (FencedError, LockLostError) as error:
+            logger.error("run=%s %s", self.plan.name, error)
+            self.is_fenced = True
+            self._failure, self._outcome = error, (RunPhase.FAILED, str(error))
         except Exception as error:
             logger.exception("run=%s failed", self.plan.name)
             self._failure = self._failure or error
             self._outcome = self._outcome or (RunPhase.FAILED, f"{type(error).__name__}: {error}")
         finally:
             outcome = self._outcome or (RunPhase.FAILED, "the controller was interrupted")
-            self._clean_up()
+            self._clean_up(outcome)
             # Only now: whoever sees the end may end this process.
-            self._over = outcome
+            with self._lock:
+                self._over = outcome
         return outcome[0]
 
-    def _clean_up(self) -> None:
+    @contextlib.contextmanager
+    def _journalled(self) -> Iterator[tuple[Record, ...]]:
+        """A new incarnation of this run's controller; yields what this start of the run has journalled before."""
+        guard = RunGuard(self.plan, self._launcher.cluster_address)
+        guard.acquire()
+        self._guard = guard
+        journal, records = open_journal(self.plan.storage, guard.incarnation, token=self.plan.token)
+        mine = [i for i, r in enumerate(records) if r.kind == "run" and r.fields.get("token") == self.plan.token]
+        log = RunLog(self.plan, journal.incarnation)
+        with self._lock:
+            self._journal, self._log = journal, log
+        yield records[mine[0] :] if mine else ()
+
+    def _attempts(self, before: tuple[Record, ...]) -> None:
+        refused: set[CheckpointName] = set()
+        policy: str | int = self.plan.resume if not before else "auto"
+        while True:
+            with self._prepared(policy, frozenset(refused)) as damaged:
+                self._begin(before)
+                self._loop()
+                found = damaged()
+                if found is None or policy != "auto":
+                    return
+            self._publish("checkpoint_damaged", step=found.step, reason=str(self._failure))
+            refused.add(found)
+            before, self._failure, self._outcome = (), None, None
+            self._publish("resume_fallback", reason=f"passed over {', '.join(map(str, sorted(refused)))}")
+            self._launcher.release()
+
+    @contextlib.contextmanager
+    def _prepared(
+        self, policy: str | int, refused: frozenset[CheckpointName]
+    ) -> Iterator[Callable[[], CheckpointName | None]]:
+        """One attempt's checkpoint, executor and state. Yields: which checkpoint was damaged, if that ended it."""
+        assert self._journal is not None and self._log is not None
+        checkpoints = RunCheckpoints(self.plan, self._journal.incarnation)
+        reason = checkpoints.choose(policy, refused)
+        self.plan.record()
+        executor = Executor(self.plan, self._launcher, self._journal, checkpoints, self._clock, self._log.record)
+        state = ControllerState(self._spec(checkpoints, self._journal.incarnation))
+        with self._lock:
+            self._checkpoints, self._executor, self._state = checkpoints, executor, state
+        if reason is not None:
+            self._publish("resume", reason=reason)
+        began_with = checkpoints.durable
+
+        def damaged() -> CheckpointName | None:
+            is_damaged = isinstance(self._failure, CheckpointError)
+            if not is_damaged or isinstance(self._failure, CheckpointMismatchError) or began_with is None:
+                return None
+            return began_with.name if self._step() <= began_with.name.step else None
+
+        try:
+            yield damaged
+        finally:
+            executor.close()
+
+    def _spec(self, checkpoints: RunCheckpoints, incarnation: int) -> ControllerSpec:
+        plan = self.plan
+        host, port = self._launcher.open_store()
+        return ControllerSpec(
+            scaling=plan.scaling if not self._launcher.is_fixed else dataclasses.replace(plan.scaling, num_workers=1),
+            failure=plan.failure,
+            view_spec=ViewSpec(
+                run=plan.name,
+                transport=plan.scaling.transport,
+                store_host=host,
+                store_port=port,
+                sharding=checkpoints.sharding,
+                memory_bytes_per_worker=plan.scaling.memory_per_worker,
+            ),
+            limits=Limits(park_timeout_s=plan.op_timeout_s + 5.0, saving_timeout_s=plan.checkpoint_timeout_s),
+            incarnation=incarnation,
+            first_epoch=checkpoints.epoch_used + 1,
+            durable_step=checkpoints.durable_step,
+            has_final_checkpoint=plan.worker.loop.checkpoint_at_end,
+            make_restore=checkpoints.make_restore,
+        )
+
+    def _begin(self, before: tuple[Record, ...]) -> None:
+        """Take over the workers there are, after a restart; or begin afresh."""
+        assert self._executor is not None and self._checkpoints is not None
+        if not before:
+            return
+        workers, journal = self._executor.take_over(), decode_records(before)
+        for record in journal:
+            self._executor.note_start(record)
+        self._publish("controller_restarted", workers=len(workers))
+        self._handle(
+            Adopted(
+                now_s=self._clock.now_s(),
+                workers=workers,
+                journal=journal,
+                durable_step=self._checkpoints.durable_step,
+                epoch_used=self._checkpoints.epoch_used,
+            )
+        )
+
+    def _loop(self) -> None:
+        assert self._executor is not None and self._state is not None and self._log is not None
+        executor, state = self._executor, self._state
+        while self._outcome is None:
+            interval_s = URGENT_INTERVAL_S if state.phase in _URGENT else self.plan.poll_interval_s
+            self._clock.wait(self._woken, interval_s)
+            self._woken.clear()
+            for event in [*self._requested(), *executor.gather(interval_s)]:
+                self._handle(event)
+            self._handle(Tick(now_s=self._clock.now_s()))
+            self._log.view, self._log.members = state.view, current_members(state.view, executor.statuses)
+            for problem in (executor.fatal, self._guard.lost if self._guard is not None else None):
+                if problem is not None:
+                    raise problem
+
+    def _requested(self) -> list[Event]:
+        now_s = self._clock.now_s()
+        with self._lock:
+            requests, self._requests = self._requests, []
+            reason, asked_s = self._stop_reason, now_s - self._stop_at
+        events = [make(now_s) for make in requests]
+        if reason is not None:
+            events.append(StopRequested(now_s=now_s, reason=reason))
+            # An orderly end takes a step and a checkpoint; beyond that the workers are ended as they are.
+            limit_s = self.plan.stop_timeout_s + self.plan.checkpoint_timeout_s
+            if asked_s > limit_s:
+                events.append(StopOverdue(now_s=now_s, limit_s=limit_s))
+        return events
+
+    def _handle(self, event: Event) -> None:
+        assert self._executor is not None and self._state is not None
+        for instruction in self._state.handle(event):
+            match instruction:
+                case Publish(kind, fields):
+                    self._publish(kind, **dict(fields))
+                case EndRun(phase, reason):
+                    self._end(phase, reason)
+                case _:
+                    self._executor.execute(instruction)
+
+    def _end(self, phase: RunPhase, reason: str) -> None:
+        assert self._executor is not None
+        if phase is RunPhase.FAILED and self._failure is None:
+            self._failure = self._executor.failures.cause()
+            if self._failure is None:  # all workers finished: a checkpoint is missing
+                is_checkpoint = "checkpoint" in reason
+                self._failure = CheckpointError(reason) if is_checkpoint else ClusterError(reason)
+        self._outcome = self._outcome or (phase, reason)
+
+    def _publish(self, kind: str, **fields: Any) -> None:
+        if self._log is not None:
+            self._log.publish(kind, **fields)
+
+    def _clean_up(self, outcome: tuple[RunPhase, str]) -> None:
         """Release everything; a step that fails does not keep the next ones from being taken."""
-        steps: list[Callable[[], Any]] = [
-            self._launcher.release,
-            lambda: self._pool.shutdown(wait=False, cancel_futures=True),
-            self._events.flush,
-        ]
-        if self._metrics is not None:
-            steps.append(self._metrics.close)
+        journal, log = self._journal, self._log
+        steps: list[Callable[[], Any]] = []
+        if not self.is_fenced:
+            steps.append(self._launcher.release)
+            if journal is not None:
+                steps.append(lambda: journal.append("end", phase=outcome[0].value, reason=outcome[1]))
+            if self._guard is not None:
+                steps.append(self._guard.release)
+        if log is not None:
+            steps.append(log.close)
         for step in steps:
             try:
                 step()
             except Exception:
                 logger.exception("run=%s cannot clean up", self.plan.name)
-
-    def _try_run(self, refused: set[CheckpointName]) -> bool:
-        """One attempt. False: the checkpoint is damaged and another is to be tried; ``refused`` has grown."""
-        self._choose_checkpoint(refused)
-        self.plan.record()
-        claim_epoch(self.plan.storage, self._epoch, self._first_step)
-        self._state = ControllerState(max(1, self.plan.num_workers), self._epoch)
-        self._launch()
-        if self._stop_reason is not None:
-            self._handle(StopRequested(self._stop_reason))
-        for rank in range(len(self._handles)):
-            self._handle(WorkerReady(rank))
-        while self._outcome is None:
-            if self._stop_reason is not None:
-                self._handle(StopRequested(self._stop_reason))
-                self._enforce_stop()
-            events = self._poll_workers()
-            failed = next((event for event in events if isinstance(event, WorkerFailed)), None)
-            damaged = isinstance(self._failure, CheckpointError) and self._step == self._first_step
-            damaged = damaged and not isinstance(self._failure, CheckpointMismatchError)
-            if failed and damaged and self.plan.resume == "auto" and self._manifest is not None:
-                self._publish("checkpoint_damaged", step=self._manifest.name.step, reason=str(self._failure))
-                refused.add(self._manifest.name)
-                self._failure = None
-                return False
-            for event in events:
-                self._handle(event)
-            if self._outcome is None:
-                time.sleep(self.plan.poll_interval_s)
-        return True
-
-    def _enforce_stop(self) -> None:
-        """An orderly end takes a step and a checkpoint; beyond that the workers are ended as they are."""
-        limit_s = self.plan.stop_timeout_s + self.plan.checkpoint_timeout_s
-        if time.monotonic() - self._stop_asked > limit_s:
-            self._handle(StopOverdue(limit_s))
-
-    def _should_stop(self) -> bool:
-        return self._stop_reason is not None or self._outcome is not None
-
-    @property
-    def _first_step(self) -> int:
-        return self._manifest.name.step if self._manifest is not None else 0
-
-    def _choose_checkpoint(self, refused: set[CheckpointName]) -> None:
-        infos = list_checkpoints(self.plan.storage)
-        decision = decide_resume(infos, self.plan.resume, exclude=refused, where=f"run {self.plan.name!r}")
-        self._manifest = decision.manifest
-        # V1: an attempt that wrote no checkpoint has used its number all the same.
-        used = (self._epoch, newest_epoch(self.plan.storage), *(info.name.epoch for info in infos))
-        self._epoch = max(used) + 1
-        if decision.manifest is not None:
-            self.plan.check_fingerprint(decision.manifest.cursor.get("order", {}))
-        if infos:
-            self._publish("resume", reason=decision.reason, epoch=self._epoch)
-        self._step = self._first_step
-        newer = [i for i in infos if i.state is CheckpointState.NEWER_FORMAT]
-        if newer and decision.manifest is None and self.plan.resume == "auto":
-            raise CheckpointError(newer[-1].reason)
-
-    def _launch(self) -> None:
-        """Workers started, their models built and compared, tables placed; or less, once a stop is asked."""
-        plan = self.plan
-        started = time.monotonic()
-        self._publish("launch", workers=max(1, plan.num_workers))
-        self._launcher.start_feeder(self._first_step, max(1, plan.num_workers))
-        ids = [f"w{self._next_worker + index}" for index in range(max(1, plan.num_workers))]
-        self._next_worker += len(ids)
-        for worker_id in ids:
-            self._launcher.launch_worker(worker_id, plan.worker)
-        infos = self._await_ready(ids, started + plan.start_timeout_s)
-        if self._should_stop():
-            return
-        self._handles = [handle for handle in map(self._launcher.handle, ids) if handle is not None]
-        self._infos = [infos[worker_id] for worker_id in ids]
-        first = self._infos[0]
-        for info in self._infos[1:]:
-            if info.model_hash != first.model_hash:
-                raise ProtocolError(
-                    f"workers {first.worker_id} and {info.worker_id} built different models; "
-                    f"{_first_difference(first, info)}. The model factory must be deterministic"
-                )
-        self.placement = plan_placement(
-            first.tables,
-            len(self._handles),
-            sharding={spec.name: plan.sharding(spec.name) for spec in first.tables},
-            memory_bytes_per_worker=plan.memory_bytes_per_worker,
-        )
-        self._publish("launched", seconds=round(time.monotonic() - started, 3))
-
-    def _await_ready(self, ids: Sequence[str], deadline: float) -> Mapping[str, WorkerInfo]:
-        """What the workers say once ready; less, soon after a stop is asked. Raises what one of them raised."""
-        infos: dict[str, WorkerInfo] = {}
-        while len(infos) < len(ids) and not self._should_stop():
-            for event in self._launcher.advance():
-                if isinstance(event, LaunchFailed):
-                    raise event.error
-                if isinstance(event, Ready):
-                    infos[event.worker_id] = event.info
-            if len(infos) < len(ids) and time.monotonic() > deadline:
-                capacity = self._launcher.capacity()
-                raise ClusterError(
-                    f"{len(ids) - len(infos)} of {len(ids)} workers were not ready within "
-                    f"{self.plan.start_timeout_s:g} s (run.timeouts.start_timeout_s), {capacity.num_waiting} of them "
-                    f"for want of room: {capacity.text}"
-                )
-            time.sleep(self.plan.poll_interval_s / 4)
-        return infos
-
-    # ---- events and instructions ----------------------------------------------------------------------------------
-
-    def _handle(self, event: Event) -> None:
-        for instruction in self._state.handle(event):
-            self._execute(instruction)
-
-    def _execute(self, instruction: Instruction) -> None:
-        match instruction:
-            case FormView():
-                self._form_view()
-            case AskStop(rank):
-                self._handles[rank].request(int(Flag.STOP), self.plan.poll_timeout_s)
-            case WriteManifest():
-                self._handle(self._write_manifest(instruction))
-            case Publish(kind, fields):
-                self._publish(kind, **dict(fields))
-            case EndRun(phase, reason):
-                if phase is RunPhase.FAILED and self._failure is None:  # all workers finished: a checkpoint is missing
-                    self._failure = CheckpointError(reason)
-                self._outcome = self._outcome or (phase, reason)
-
-    def _form_view(self) -> None:
-        world = len(self._handles)
-        host, port = ("", 0) if world == 1 else self._launcher.open_store()
-        self._view = view = View(
-            run=self.plan.name,
-            epoch=self._epoch,
-            members=tuple(
-                Member(rank=rank, worker_id=info.worker_id, host=info.host, share=1.0 / world)
-                for rank, info in enumerate(self._infos)
-            ),
-            placement={load.table: load.owners for load in self.placement},
-            transport=self.plan.transport,
-            store_host=host,
-            store_port=port,
-        )
-        for rank, handle in enumerate(self._handles):
-            handle.order(Start(view=view, restore=self._restore_of(rank)), self.plan.poll_timeout_s)
-
-    def _restore_of(self, rank: int) -> Restore | None:
-        manifest = self._manifest
-        if manifest is None:
-            return None
-        owned = {
-            load.table: [block for block, owner in enumerate(load.owners) if owner == rank] for load in self.placement
-        }
-        dense = manifest.find("dense")
-        if dense is None:
-            raise CheckpointError(f"{manifest.name}: its manifest names no dense state")
-        return Restore(
-            step=manifest.name.step,
-            directory=manifest.name.directory,
-            parts=tuple(plan_load(manifest, self._infos[0].tables, owned)),
-            dense=dense,
-        )
-
-    def _poll_workers(self) -> list[Event]:
-        """One round of polls, in parallel; the most telling failure first."""
-        events: list[Event] = []
-        answers = list(self._pool.map(self._poll_one, self._handles))
-        for rank, answer in enumerate(answers):
-            if isinstance(answer, BaseException):
-                continue
-            self._step = max(self._step, answer.status.step)
-            for record in answer.records:
-                self._record(record)
-            events.extend(PartWritten(part) for part in answer.parts)
-            if answer.failure is None and answer.summary is not None:
-                events.append(WorkerFinished(rank, answer.summary if rank == 0 else None))
-        self._failed_at = self._failed_at or (time.monotonic() if find_cause(answers) is not None else None)
-        if self._failed_at is not None:
-            waited_s = time.monotonic() - self._failed_at
-            cause = decide_cause(answers, waited_s, saving_timeout_s=self.plan.checkpoint_timeout_s)
-            if cause is not None:
-                self._failed_at = None
-                found = answers[cause]
-                if isinstance(found, BaseException):
-                    self._failure, reason = found, f"worker {self._handles[cause].worker_id}: {found}"
-                else:
-                    self._failure, reason = found.failure, found.status.error or ""
-                events.append(WorkerFailed(cause, reason))
-        return events
-
-    def _poll_one(self, handle: WorkerHandle) -> WorkerPoll | BaseException:
-        try:
-            return handle.poll(self.plan.poll_timeout_s)
-        except Exception as error:  # a dead or silent worker is an event, not an exception of ours
-            return error
-
-    def _write_manifest(self, order: WriteManifest) -> ManifestWritten:
-        summary: Mapping[str, Any] = next((part.summary for part in order.parts if part.summary is not None), {})
-        try:
-            complete(
-                self.plan.storage,
-                CheckpointName(self._epoch, order.step),
-                order.parts,
-                self._infos[0].tables,
-                run=self.plan.name,
-                world_size=len(self._handles),
-                cursor={"step": order.step, "order": dict(self.plan.data_fingerprint)},
-                epoch_first_step=self._first_step,
-                data_fingerprint=str(self.plan.data_fingerprint.get("digest", "")) or None,
-                versions=self.plan.versions,
-                summary=dict(summary or {}),
-            )
-            if self.plan.num_to_keep is not None:
-                collect(self.plan.storage, self.plan.num_to_keep)
-        except Exception as error:  # training goes on without this checkpoint; the event says so
-            return ManifestWritten(order.step, f"{type(error).__name__}: {error}")
-        return ManifestWritten(order.step)
-
-    # ---- telemetry ------------------------------------------------------------------------------------------------
-
-    def _publish(self, kind: str, **fields: Any) -> None:
-        self._events.write(kind, **fields)
-        with self._lock:
-            self._items.append((kind, fields))
-
-    def _record(self, record: Progress) -> None:
-        if self._metrics is None:
-            self._metrics = MetricWriter(self.plan.storage, "c0")
-            self._gauges = RayGauges.connect(self.plan.name)
-        if record.kind != "train":
-            self._metrics.write_scalars(record.step, record.values)
-            item: Any = record
-        else:
-            item = self._progress(record)
-            self._metrics.write(item)
-            if self._gauges is not None:
-                self._gauges.write(item)
-        self._metrics.flush()
-        with self._lock:
-            self._items.append(item)
-
-    def _progress(self, record: Progress) -> ProgressRecord:
-        values = record.values
-        left = self.plan.steps_total - record.step
-        self._samples = int(values.get("samples", self._samples))
-        return ProgressRecord(
-            step=record.step,
-            epoch=self._epoch,
-            steps_total=self.plan.steps_total,
-            samples=self._samples,
-            samples_per_s=values["samples_per_s"],
-            loss=values["loss"],
-            ne=values["ne"],
-            auc=values["auc"],
-            calibration=values["calibration"],
-            exchange_ms=values["exchange_ms"],
-            workers=len(self._handles),
-            eta_s=left * values["step_ms"] / 1e3,
-            phases_ms={k.split("/", 1)[1]: v for k, v in values.items() if k.startswith("phase_ms/")},
-            counters={name: values.get(name, 0.0) for name in ("rows", "skipped_steps", *COUNTER_NAMES)},
-        )
-
-
-def _first_difference(a: WorkerInfo, b: WorkerInfo) -> str:
-    for mine, other in zip(a.tables, b.tables):
-        if mine != other:
-            return f"table {mine.name!r}: {mine} against {other}"
-    if len(a.tables) != len(b.tables):
-        return f"{len(a.tables)} tables against {len(b.tables)}"
-    if a.dense_parameters != b.dense_parameters:
-        return f"{a.dense_parameters} dense parameters against {b.dense_parameters}"
-    return "their features, the shapes of dense parameters or their initial values differ"

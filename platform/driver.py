@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
 from shoal.kernels.errors import ClusterError
-from shoal.platform.controller import RunReport
-from shoal.platform.state import RunPhase
+from shoal.platform.run_plan import RunReport
+from shoal.platform.state_messages import RunPhase
 
 
 class ControllerClient(Protocol):

@@ -17,17 +17,17 @@ from shoal.actors.dataset import Dataset, scan_dataset
 from shoal.actors.dense import DenseOptimizerSpec
 from shoal.actors.feed import Assignment, BatchSource, LocalFeed
 from shoal.actors.trainer import LoopSpec
-from shoal.actors.worker import Seat, WorkerSpec
+from shoal.actors.worker import ElasticSpec, Seat, WorkerSpec
 from shoal.kernels.errors import ConfigError
 from shoal.kernels.schema import Schema
 from shoal.kernels.spec import IdPolicy, TableSpec
 from shoal.kernels.tables import BaseEmbeddingConfig, table_seed
 from shoal.platform.config import DataConfig, JobConfig, ModelConfig
-from shoal.platform.controller import RunPlan
 from shoal.platform.factory import build_model
 from shoal.platform.manifest import CheckpointName
 from shoal.platform.order import OrderSpec, VirtualOrder
 from shoal.platform.placement import ShardingType
+from shoal.platform.run_plan import RunPlan
 from shoal.platform.storage import Storage
 
 #: Whose versions a run records.
@@ -178,6 +178,24 @@ def dense_optimizer_spec(config: JobConfig) -> DenseOptimizerSpec:
     return DenseOptimizerSpec(kind=dense.kind, lr=config.dense_lr(0), options=options)
 
 
+def elastic_spec(config: JobConfig) -> ElasticSpec | None:
+    """How workers change views and recover; None where the run is one process, whose world never changes."""
+    failure = config.run.failure
+    if config.scaling.max_workers == 0:
+        return None
+    return ElasticSpec(
+        protect_every_steps=None if failure.recovery == "checkpoint" else failure.protect_every_steps,
+        has_local_snapshots=failure.recovery == "partial",
+        copy_bytes_per_s=float(failure.copy_rate_limit_bytes_per_s or 0),
+        copy_rounds_max=failure.copy_rounds_max,
+        pause_max_s=failure.pause_max_s,
+        # The protocol asks for some time between parking and ending.
+        lease_s=failure.controller_lease_s,
+        orphan_s=max(failure.orphan_s, failure.controller_lease_s + 1.0),
+        version_bytes_max=failure.version_bytes_max,
+    )
+
+
 def package_versions() -> dict[str, str]:
     """Versions of what a run's numbers depend on."""
     return {name: importlib.metadata.version(name) for name in _PACKAGES}
@@ -220,20 +238,22 @@ def make_plan(
         start_timeout_s=timeouts.start_timeout_s,
         checkpoint_timeout_s=timeouts.checkpoint_timeout_s,
         feed_timeout_s=timeouts.feed_timeout_s,
+        elastic=elastic_spec(config),
     )
     return RunPlan(
         name=run.name,
-        num_workers=config.scaling.max_workers,
+        scaling=config.scaling,
+        failure=run.failure,
         worker=worker,
         storage=storage,
         steps_total=train.num_steps,
         sharding=ShardingOf(config),
-        memory_bytes_per_worker=config.scaling.memory_per_worker,
-        transport=config.scaling.transport,
         resume=run.resume,
         num_to_keep=checkpoint.num_to_keep,
+        full_every=checkpoint.full_every,
         data_fingerprint=train.order.fingerprint(),
         check_fingerprint=train.order.check_fingerprint,
+        op_timeout_s=timeouts.op_timeout_s,
         start_timeout_s=timeouts.start_timeout_s,
         stop_timeout_s=timeouts.stop_timeout_s,
         checkpoint_timeout_s=timeouts.checkpoint_timeout_s,

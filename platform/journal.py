@@ -70,12 +70,12 @@ class Journal:
 
 
 def open_journal(
-    storage: Storage, clock: Callable[[], float] = time.time, **fields: Any
+    storage: Storage, least_incarnation: int = 0, clock: Callable[[], float] = time.time, **fields: Any
 ) -> tuple[Journal, tuple[Record, ...]]:
     """Begin a new incarnation: (the journal, to write to; what those before it wrote). Writes a ``run`` record."""
     names = _names(storage)
     number = max((number for number, _ in names), default=-1) + 1
-    incarnation = max((incarnation for _, incarnation in names), default=-1) + 1
+    incarnation = max(least_incarnation, max((incarnation for _, incarnation in names), default=-1) + 1)
     journal = Journal(storage, incarnation, number, clock)
     journal.append("run", **fields)
     # Read after our own record stands: what a controller before us writes from now on is void, so this is complete.

@@ -10,18 +10,27 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
-from shoal.actors.messages import Holdings, Order, WorkerInfo, WorkerPoll
+from shoal.actors.messages import Holdings, Order, SetBase, WorkerInfo, WorkerPoll
+from shoal.kernels.errors import ClusterError
 
 if TYPE_CHECKING:
     from shoal.actors.worker import WorkerSpec
 
 
+class WorkerGoneError(ClusterError):
+    """A worker's process has ended."""
+
+
 class WorkerHandle(Protocol):
-    """One worker as the controller sees it. Every call has a deadline; a dead or silent worker raises ClusterError."""
+    """One worker as the controller sees it. Every call has a deadline.
+
+    A worker whose process has ended raises WorkerGoneError, one that does not answer in time ClusterError.
+    """
 
     worker_id: str
 
-    def order(self, order: Order, timeout_s: float) -> None: ...
+    def describe(self, timeout_s: float) -> WorkerInfo: ...
+    def order(self, order: Order | SetBase, timeout_s: float) -> None: ...
     def poll(self, timeout_s: float) -> WorkerPoll: ...
     def holdings(self, timeout_s: float) -> Holdings: ...
     def request(self, flags: int, timeout_s: float) -> None: ...
@@ -73,6 +82,11 @@ class Capacity:
 class WorkerLauncher(Protocol):
     """Where workers come from. Worker ids are chosen by the controller and never used twice in a run."""
 
+    #: Address of the Ray cluster, for messages; empty where there is none.
+    cluster_address: str
+    #: Whether it provides one worker and never more.
+    is_fixed: bool
+
     def start_feeder(self, start_step: int, num_workers: int) -> None:
         """Start the run's feeder, where it needs one and has none."""
         ...
@@ -108,15 +122,15 @@ class WorkerLauncher(Protocol):
     def capacity(self) -> Capacity: ...
 
     def draining(self) -> Mapping[str, float | None]:
-        """Hosts that will go: host -> seconds from now, None where no deadline is known."""
+        """Workers whose node will go: worker id -> seconds from now, None where no deadline is known."""
         ...
 
     def open_store(self) -> tuple[str, int]:
         """Host the TCPStore of this controller, once for all epochs; its address."""
         ...
 
-    def forget_epoch(self, run: str, epoch: int) -> None:
-        """Delete the store's keys of an epoch that is over (V3)."""
+    def forget_epochs(self, run: str, before: int) -> None:
+        """Delete the store's keys of the epochs that are over (V3)."""
         ...
 
     def release(self) -> None:

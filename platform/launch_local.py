@@ -11,11 +11,12 @@ from typing import Any
 
 import torch
 
-from shoal.actors.messages import Holdings, Order, WorkerInfo, WorkerPoll
+from shoal.actors.messages import Holdings, Order, SetBase, WorkerInfo, WorkerPoll
 from shoal.actors.worker import Worker, WorkerSpec
-from shoal.platform.controller import Controller, RunPlan, RunReport
+from shoal.platform.controller import Controller
 from shoal.platform.driver import raise_failure, watch
 from shoal.platform.launch import Capacity, LaunchEvent, LaunchFailed, Ready, WorkerHandle
+from shoal.platform.run_plan import RunPlan, RunReport
 
 #: Host of a worker of the calling process.
 HOST = "local"
@@ -31,7 +32,10 @@ class LocalHandle:
     def prepare(self) -> WorkerInfo:
         return self._worker.prepare(HOST)
 
-    def order(self, order: Order, timeout_s: float) -> None:
+    def describe(self, timeout_s: float) -> WorkerInfo:
+        return self.prepare()
+
+    def order(self, order: Order | SetBase, timeout_s: float) -> None:
         self._worker.order(order)
 
     def poll(self, timeout_s: float) -> WorkerPoll:
@@ -50,6 +54,9 @@ class LocalHandle:
 
 class LocalLauncher:
     """One worker at a time, in this process, without Ray."""
+
+    is_fixed = True
+    cluster_address = ""
 
     def __init__(self) -> None:
         self._handles: dict[str, LocalHandle] = {}
@@ -107,7 +114,7 @@ class LocalLauncher:
     def open_store(self) -> tuple[str, int]:
         return "", 0  # a world of one needs none
 
-    def forget_epoch(self, run: str, epoch: int) -> None:
+    def forget_epochs(self, run: str, before: int) -> None:
         """There is no store."""
 
     def release(self) -> None:

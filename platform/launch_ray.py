@@ -17,7 +17,7 @@ from typing import Any
 import ray
 
 from shoal.actors.groups import host_store, run_hash
-from shoal.actors.messages import Holdings, Order, WorkerInfo, WorkerPoll
+from shoal.actors.messages import Holdings, Order, SetBase, WorkerInfo, WorkerPoll
 from shoal.actors.runtime import (
     Packed,
     WorkerActor,
@@ -34,7 +34,16 @@ from shoal.actors.runtime import (
 )
 from shoal.actors.worker import WorkerSpec
 from shoal.kernels.errors import ClusterError
-from shoal.platform.launch import Capacity, ClusterSpec, LaunchEvent, LaunchFailed, Placed, Ready, WorkerHandle
+from shoal.platform.launch import (
+    Capacity,
+    ClusterSpec,
+    LaunchEvent,
+    LaunchFailed,
+    Placed,
+    Ready,
+    WorkerGoneError,
+    WorkerHandle,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -46,7 +55,10 @@ class RayHandle:
         self.worker_id = worker_id
         self.actor = actor
 
-    def order(self, order: Order, timeout_s: float) -> None:
+    def describe(self, timeout_s: float) -> WorkerInfo:
+        return self._get(self.actor.prepare.remote(), "prepare", timeout_s)
+
+    def order(self, order: Order | SetBase, timeout_s: float) -> None:
         self._get(self.actor.order.remote(order), type(order).__name__, timeout_s)
 
     def poll(self, timeout_s: float) -> WorkerPoll:
@@ -66,11 +78,13 @@ class RayHandle:
 
 
 def worker_error(worker_id: str, what: str, error: BaseException, timeout_s: float) -> BaseException:
-    """What a call to a worker raised, in our words: ClusterError for one that is dead or silent, else its own error."""
+    """What a call to a worker raised, in our words (see ``WorkerHandle``), or the worker's own error."""
     if isinstance(error, ray.exceptions.GetTimeoutError):
         return ClusterError(f"worker {worker_id} did not answer {what} within {timeout_s:g} s")
     if isinstance(error, ray.exceptions.RayActorError):
-        return ClusterError(f"worker {worker_id} died: {told(error)}")
+        if isinstance(error, ray.exceptions.ActorUnavailableError):
+            return ClusterError(f"worker {worker_id} cannot be reached: {told(error)}")
+        return WorkerGoneError(f"worker {worker_id} died: {told(error)}")
     if isinstance(error, ray.exceptions.RayTaskError):
         return error.as_instanceof_cause()
     return error
@@ -90,8 +104,11 @@ class _Launch:
 class RayLauncher:
     """Worker actors with a placement group each; the TCPStore lives in the process that uses this (the Controller)."""
 
+    is_fixed = False
+
     def __init__(self, run: str, cluster: ClusterSpec) -> None:
         self._run = run
+        self.cluster_address = ray.get_runtime_context().gcs_address
         self._cluster = cluster
         self._launching: dict[str, _Launch] = {}
         self._handles: dict[str, RayHandle] = {}
@@ -182,23 +199,31 @@ class RayLauncher:
         handle = self._handles.get(worker_id)
         if handle is None:
             return True
+        node = self._nodes.get(worker_id, host)
         if worker_id not in self._kills:
+            # A process that was stopped (SIGSTOP) does not hear Ray, whose handles call it dead all the same: another
+            # process on its node ends it, and says so.
+            self._kills[worker_id] = self._order_kill(worker_id, node, pid)
             quietly(lambda: ray.kill(handle.actor, no_restart=True))
-            node = self._nodes.get(worker_id, "")
-            # A process that was stopped (SIGSTOP) does not hear Ray: another one on its node ends it.
-            self._kills[worker_id] = (kill_process(node, pid) if node and pid > 0 else None, handle.actor.poll.remote())
-        _, probe = self._kills[worker_id]
-        done, _ = ray.wait([probe], timeout=0)
-        if not done:
+        reference = self._kills[worker_id]
+        if not any(entry["NodeID"] == node and entry["Alive"] for entry in ray.nodes()):
+            return True
+        if not ray.wait([reference], timeout=0)[0]:
             return False
         try:
-            ray.get(probe, timeout=1.0)
-        except ray.exceptions.RayActorError:
+            ray.get(reference, timeout=1.0)
             return True
-        except Exception as error:
-            logger.debug("worker=%s probe=%s", worker_id, error)
-        self._kills[worker_id] = (None, handle.actor.poll.remote())  # answered before the kill reached it
-        return False
+        except Exception as error:  # who was asked died with it: somebody else has to look
+            logger.debug("worker=%s action=kill error=%s", worker_id, error)
+            self._kills[worker_id] = kill_process(node, pid)
+            return False
+
+    def _order_kill(self, worker_id: str, node: str, pid: int) -> Any:
+        """Through a worker on the same node, which answers in milliseconds, or else a new process there."""
+        for other, handle in self._handles.items():
+            if other != worker_id and other not in self._kills and self._nodes.get(other) == node:
+                return handle.actor.kill_process.remote(pid)
+        return kill_process(node, pid)
 
     def adopt(self) -> Mapping[str, WorkerHandle]:
         prefix, groups = actor_name(self._run, ""), find_groups(self._run)
@@ -247,7 +272,8 @@ class RayLauncher:
         # Internal, but what Ray Train polls too (Ray 2.60); a deadline of 0 means none.
         now_ms = time.time() * 1e3
         found = ray._private.state.state.get_draining_nodes()
-        return {node: max(0.0, (at_ms - now_ms) / 1e3) if at_ms else None for node, at_ms in found.items()}
+        left_s = {node: max(0.0, (at_ms - now_ms) / 1e3) if at_ms else None for node, at_ms in found.items()}
+        return {worker_id: left_s[node] for worker_id, node in self._nodes.items() if node in left_s}
 
     def start_feeder(self, start_step: int, num_workers: int) -> None:
         if self._feeder is None:
@@ -263,12 +289,13 @@ class RayLauncher:
             self._address = (address[0], address[1])
         return self._address
 
-    def forget_epoch(self, run: str, epoch: int) -> None:
+    def forget_epochs(self, run: str, before: int) -> None:
         if self._store is None:
             return
-        prefix = f"{run_hash(run):016x}/{epoch}/"
+        prefix = f"{run_hash(run):016x}/"
         for key in self._store.list_keys():
-            if key.startswith(prefix):
+            epoch = key.removeprefix(prefix).partition("/")[0]
+            if key.startswith(prefix) and epoch.isdecimal() and int(epoch) < before:
                 self._store.delete_key(key)
 
     def release(self) -> None:
@@ -282,8 +309,8 @@ class RayLauncher:
 
 
 def is_worker_id(text: str) -> bool:
-    """Whether the last part of an actor's name is a worker's id: ``w0``, ``w1``, ..."""
-    return text.startswith("w") and text[1:].isdecimal()
+    """Whether the last part of an actor's name is a worker's id."""
+    return text not in ("controller", "feeder")
 
 
 def told(error: BaseException) -> str:

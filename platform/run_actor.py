@@ -7,6 +7,7 @@ driver is killed, for ``driver_grace_s``, in which ``attach`` may take the drive
 from __future__ import annotations
 
 import logging
+import os
 import threading
 import time
 from collections.abc import Callable
@@ -16,10 +17,11 @@ import ray
 
 from shoal.actors.runtime import Packed, actor_name, create_actor, find_actor, list_actors, reap
 from shoal.kernels.errors import ClusterError, ConfigError
-from shoal.platform.controller import Controller, RunPlan, RunReport
+from shoal.platform.controller import Controller
 from shoal.platform.driver import raise_failure, watch
 from shoal.platform.launch import ClusterSpec
 from shoal.platform.launch_ray import RayLauncher, quietly, told
+from shoal.platform.run_plan import RunPlan, RunReport
 
 logger = logging.getLogger(__name__)
 
@@ -39,8 +41,13 @@ class ControllerActor:
         self._grace_s = cluster.driver_grace_s
         self._controller = Controller(plan, RayLauncher(plan.name, cluster))
         self._last_contact = time.monotonic()
-        threading.Thread(target=self._controller.run, name="controller", daemon=True).start()
+        threading.Thread(target=self._run, name="controller", daemon=True).start()
         threading.Thread(target=self._watch_driver, name="driver-watch", daemon=True).start()
+
+    def _run(self) -> None:
+        self._controller.run()
+        if self._controller.is_fenced:
+            os._exit(71)  # another one has the run; Ray does not restart a process that it no longer counts as ours
 
     def _silent_s(self) -> float:
         return time.monotonic() - self._last_contact
@@ -64,11 +71,15 @@ class ControllerActor:
         report = self._controller.report(cursor, incarnation)
         return report, self._controller.failure if report.phase.is_over else None
 
+    def run_dir(self) -> str:
+        """The run's folder."""
+        return self._controller.plan.storage.uri
+
     def stop(self, reason: str) -> None:
         self._controller.stop(reason)
 
     def scale(self, num_workers: int) -> str:
-        """Ask for another number of workers; what came of it."""
+        """Ask for another number of workers; what was understood."""
         return self._controller.scale(num_workers)
 
     def abort(self) -> None:
@@ -92,6 +103,9 @@ class RayController:
 
     def stop(self, reason: str) -> None:
         self._call(lambda: self.actor.stop.remote(reason))
+
+    def run_dir(self) -> str:
+        return self._call(lambda: self.actor.run_dir.remote())
 
     def scale(self, num_workers: int) -> str:
         return self._call(lambda: self.actor.scale.remote(num_workers))
@@ -144,6 +158,11 @@ def find_controller(run: str) -> Any:
         there = f"running here: {', '.join(live)}" if live else "none is running here"
         raise ConfigError(f"no run {run!r} is running on this cluster; {there}")
     return actor
+
+
+def find_live(run: str) -> bool:
+    """Whether the run is alive: it has a controller, and has not ended."""
+    return _is_taken(actor_name(run, "controller"))
 
 
 def list_runs() -> list[str]:

@@ -54,6 +54,10 @@ class ProgressRecord:
     #: Time of one step's exchanges, median over the window, slowest rank.
     exchange_ms: float | None = None
     workers: int = 0
+    #: Newest step that a loss of a worker does not take back; None: nothing is kept for that.
+    protected_step: int | None = None
+    #: Bytes of rows whose copy on another worker is not complete.
+    unprotected_bytes: int = 0
     #: Seconds to the end of the run, or None while unknown.
     eta_s: float | None = None
     #: Mean time of each phase of a step: name -> milliseconds.
@@ -65,6 +69,7 @@ class ProgressRecord:
         """TensorBoard tag -> value, without what is unknown."""
         values = {f"train/{name}": getattr(self, name) for name in ("loss", "ne", "auc", "calibration")}
         values |= {f"speed/{name}": getattr(self, name) for name in ("samples_per_s", "exchange_ms", "workers")}
+        values |= {f"elastic/{name}": getattr(self, name) for name in ("protected_step", "unprotected_bytes", "epoch")}
         values |= {f"phase/{name}_ms": value for name, value in self.phases_ms.items()}
         values |= {f"count/{name}": value for name, value in self.counters.items()}
         return {name: float(value) for name, value in values.items() if value is not None}
@@ -184,7 +189,7 @@ class MetricWriter:
 class RayGauges:
     """A run's main numbers as Ray metrics (``ray_shoal_...``), tagged by run only; usable inside Ray processes."""
 
-    NAMES = ("step", "samples_per_s", "loss", "ne", "auc", "exchange_ms", "workers", "eta_s")
+    NAMES = ("step", "samples_per_s", "loss", "ne", "auc", "exchange_ms", "workers", "unprotected_bytes", "eta_s")
 
     def __init__(self, run: str) -> None:
         from ray.util.metrics import Gauge

@@ -19,6 +19,8 @@ __version__ = "0.1.0"
 _EXPORTS: dict[str, str] = {
     "ElasticTrainer": "shoal.jobs.train",
     "Result": "shoal.jobs.train",
+    "scale": "shoal.jobs.live",
+    "stop": "shoal.jobs.live",
     "Batch": "shoal.kernels.batch",
     "JaggedTensor": "shoal.kernels.jagged",
     "KeyedJaggedTensor": "shoal.kernels.jagged",
@@ -35,6 +37,7 @@ _EXPORTS: dict[str, str] = {
     "ScalingConfig": "shoal.platform.config",
     "RunConfig": "shoal.platform.config",
     "CheckpointConfig": "shoal.platform.config",
+    "FailureConfig": "shoal.platform.config",
 }
 
 __all__ = ["__version__", *_EXPORTS]

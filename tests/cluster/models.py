@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import torch
 from torch import Tensor, nn
 
@@ -32,3 +34,15 @@ class Clicks(nn.Module):
 
 def build() -> nn.Module:
     return Clicks()
+
+
+class SlowClicks(Clicks):
+    """Takes a few milliseconds a step, so that a run is long in time and short in data."""
+
+    def forward(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        time.sleep(0.01)
+        return super().forward(batch)
+
+
+def build_slow() -> nn.Module:
+    return SlowClicks()

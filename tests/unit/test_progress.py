@@ -28,12 +28,12 @@ RECORD = ProgressRecord(
 def test_plain_line_has_every_value_as_key_value():
     line = format_line(RECORD)
     assert line == (
-        "step=100/400 samples_per_s=12346 loss=0.5012 ne=0.8100 auc=0.7654 exchange_ms=2.50 workers=2 eta=1m05s"
+        "step=100/400 samples_per_s=12346 loss=0.5012 ne=0.8100 auc=0.7654 exchange_ms=2.50 workers=2 epoch=0 eta=1m05s"
     )
 
 
 def test_unknown_values_are_left_out():
-    assert format_line(ProgressRecord(step=3, workers=1)) == "step=3 samples_per_s=0.0 workers=1"
+    assert format_line(ProgressRecord(step=3, workers=1)) == "step=3 samples_per_s=0.0 workers=1 epoch=0"
     assert "eta" not in format_line(ProgressRecord(step=3, eta_s=float("inf")))
 
 
