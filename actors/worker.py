@@ -311,7 +311,7 @@ class Worker:
     def holdings(self) -> Holdings:
         """What this worker can bring into a recovered view, and the view it knows (F4, F8)."""
         assert self.changes is not None and self._state is not None
-        # Read first: it only rises, and what it was then holds for what is said now, as long as no order is carried out.
+        # Read first: it only rises, and what is said now holds as of then as long as no order is carried out.
         fence = self._state.fence
         held = self.changes.holdings()
         is_resting = self._state.phase in (WorkerPhase.STARTING, WorkerPhase.PARKED, WorkerPhase.LEFT)
