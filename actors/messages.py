@@ -338,6 +338,8 @@ class Prepare:
     """Get ready for ``view`` while the present one goes on (V2). Also the first order of a joiner."""
 
     view: View
+    #: Steps applied when the order was given: from about here on a joiner's feed looks ahead.
+    step: int = 0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

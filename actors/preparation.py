@@ -58,7 +58,7 @@ class Preparation:
                 progress = self.progress()
                 if progress.error is not None:
                     raise PeerError(progress.error)
-                if progress.is_ready or self._wait_for_dense is not None:
+                if progress.is_ready:
                     faults.reach("prepare.ready")
                     self._tell(PrepareReady(self.view.epoch))
                     break
@@ -79,7 +79,9 @@ class Preparation:
         """Ready once the groups are formed and the copies this worker sends are current enough (V2)."""
         copies = self._copies()
         error = self._error or copies.error
-        return dataclasses.replace(copies, is_ready=copies.is_ready and self._is_formed and not error, error=error)
+        # A joiner has nothing to send; what it receives is its senders' affair.
+        is_current = copies.is_ready or self._wait_for_dense is not None
+        return dataclasses.replace(copies, is_ready=is_current and self._is_formed and not error, error=error)
 
     def take(self) -> OpenView | None:
         """The formed view, which the caller closes from now on; None for a leaver, and before it is formed."""

@@ -140,8 +140,11 @@ class ViewChanges:
 
     # ---- preparing ------------------------------------------------------------------------------------------------
 
-    def prepare(self, view: View) -> None:
-        """Start getting ready for ``view`` in the background (V2, V3); ``preparation`` tells how far it is."""
+    def prepare(self, view: View, step_hint: int = 0) -> None:
+        """Start getting ready for ``view`` in the background (V2, V3); ``preparation`` tells how far it is.
+
+        ``step_hint``: a joiner's feed is opened there, a little before the step that it will begin with.
+        """
         replicator = self._replicator
         assert replicator is not None, "a world of one process does not change"
         rank = view.rank_of(self.worker_id)
@@ -152,7 +155,13 @@ class ViewChanges:
             replicator.prepare(view)
 
         def open_view() -> OpenView | None:
-            return None if rank is None else self._open(view, rank, self._options.form_timeout_s)
+            if rank is None:
+                return None
+            opened = self._open(view, rank, self._options.form_timeout_s)
+            if self.trainer is None:  # a joiner has no other session that this one could disturb
+                session = opened.take_over(start_timeout_s=0.0)
+                self.trainer = self._make_trainer(session, assignment_of(view, rank), step_hint)
+            return opened
 
         calls = replicator.dense_step if self.view is None else None
         self.preparation = Preparation(view, open_view, replicator.progress, self._tell, calls)
@@ -236,7 +245,9 @@ class ViewChanges:
         opened = self.current
         assert opened is not None and received.dense is not None
         with self._timed("build"):
-            trainer = self._trainer_over(opened.take_over(start_timeout_s=0.0), step)
+            session = opened.session or opened.take_over(start_timeout_s=0.0)
+            trainer = self._trainer_over(session, step)
+            trainer.feed.reassign(assignment_of(view, rank), step)
             load_dense(trainer, received.dense)
         with self._timed("flip"):
             self._own(view, rank, step, may_be_empty=BlockSet())

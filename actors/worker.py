@@ -32,6 +32,7 @@ from shoal.actors.messages import (
     Holdings,
     Leave,
     Order,
+    Prepare,
     Progress,
     SetBase,
     SnapshotPart,
@@ -60,6 +61,8 @@ from shoal.kernels.tables import BaseEmbeddingConfig
 logger = logging.getLogger(__name__)
 
 _NEVER_S = 1e12
+#: Fewest steps between two snapshots while a view change is prepared: each costs the steps after it some copying.
+_HASTE_STEPS = 4
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -146,6 +149,8 @@ class Worker:
         self._inbox: queue.SimpleQueue[pm.News] = queue.SimpleQueue()
         self._raised = Flag(0)
         self._control = 0
+        #: A step that the run had reached when a preparation was ordered.
+        self._step_hint = 0
         self._thread: threading.Thread | None = None
         self._is_over = threading.Event()
         self._replicator: Replicator | None = None
@@ -223,6 +228,11 @@ class Worker:
             ),
         )
         info = self._describe()
+        # The collections have no parameters from here on, and what remains is the dense part. Building it is not left
+        # for the moment in which other ranks wait: torch's optimizers take half a second to import.
+        for _, module in self.model_tables.collections:
+            module.attach(_no_session)
+        self._dense = DenseReplica(self.model, spec.dense_optimizer)
         self._thread = threading.Thread(target=self._run, name=f"step-loop-{self.worker_id}", daemon=True)
         self._thread.start()
         return info
@@ -257,6 +267,8 @@ class Worker:
             if self._writer is not None:
                 self._writer.set_base(order.step)
             return
+        if isinstance(order, Prepare):
+            self._step_hint = max(self._step_hint, order.step)
         self._inbox.put(pm.OrderArrived(order))
         state, changes = self._state, self.changes
         if state is not None and changes is not None and state.is_urgent(order):
@@ -409,7 +421,7 @@ class Worker:
             case pm.Protect(step):
                 changes.protect(step)
             case pm.BeginPreparing(view):
-                changes.prepare(view)
+                changes.prepare(view, self._step_hint)
             case pm.CancelPreparing(_, reason):
                 changes.cancel_preparation(reason)
             case pm.RaiseFlag(flag, control):
@@ -470,11 +482,18 @@ class Worker:
         if self._replicator is not None:
             trainer.session.exchange.acked = self._replicator.acked
         flags, control = self._raised, self._control
-        if self._replicator is not None and not self._replicator.wants_haste:
-            flags &= ~Flag.HASTE  # a round is under way: another snapshot now would only wait for it
+        if not self._wants_haste(trainer.step):
+            flags &= ~Flag.HASTE
         self._raised, self._control = Flag(0), 0
         head = trainer.advance(flags=flags, control=control)
         return pm.StepDone(trainer.step, head.flags, head.control, head.protected)
+
+    def _wants_haste(self, step: int) -> bool:
+        """Whether another snapshot helps the view being prepared: not while a round is under way, or just was."""
+        replicator = self._replicator
+        if replicator is None or not replicator.wants_haste:
+            return False
+        return not replicator.snapshots or step - replicator.last_snapshot >= _HASTE_STEPS
 
     def _finish(self) -> pm.Outcome:
         trainer = self.trainer
@@ -526,8 +545,7 @@ class Worker:
         """The dense replica, the feed from ``step`` on, and the loop."""
         spec = self.spec
         assert self.shards is not None and self.changes is not None
-        dense = DenseReplica(self.model, spec.dense_optimizer)
-        world_size = assignment.world_size
+        dense, world_size = self._dense, assignment.world_size
         if world_size > 1 and assignment.rank == 0 and dense.floating_buffers:
             logger.warning(
                 "buffer=%s reason='not shared between ranks, checkpoints hold rank 0's'", dense.floating_buffers[0]
@@ -595,3 +613,7 @@ class Worker:
 
     def _set_phase(self, phase: WorkerPhase, step: int) -> None:
         self._phase, self._step, self._since = phase, step, time.monotonic()
+
+
+def _no_session(collection: nn.Module, kjt: Any) -> list[Any]:
+    raise AssertionError("the model ran before its worker joined a view")

@@ -5,6 +5,7 @@ The production Controller drives production Workers; only the actor calls are re
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import multiprocessing as mp
 import os
@@ -15,9 +16,12 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from world import dump
+
+from shoal.actors.feed import BatchSource
 from shoal.actors.groups import host_store
 from shoal.actors.messages import Holdings, Order, WorkerInfo, WorkerPoll
-from shoal.actors.worker import Worker, WorkerSpec
+from shoal.actors.worker import Seat, Worker, WorkerSpec
 from shoal.kernels.errors import ClusterError
 from shoal.platform.launch import Capacity, LaunchEvent, LaunchFailed, Placed, Ready, WorkerHandle
 
@@ -43,7 +47,31 @@ def _serve(worker_id: str, packed: bytes, host: str, connection: Any) -> None:
             number, method, args = connection.recv()
         except EOFError:
             os._exit(0)  # the test has ended
-        answer(number, lambda method=method, args=args: getattr(worker, method)(*args))
+        call = dump if method == "dump" else None
+        answer(
+            number, lambda method=method, args=args, call=call: call(worker) if call else getattr(worker, method)(*args)
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class Paced:
+    """A feed that takes its time for a batch as long as ``marker`` exists, so that changes fall into the training."""
+
+    make: Callable[[Seat], BatchSource]
+    marker: str
+    seconds: float = 0.025
+
+    def __call__(self, seat: Seat) -> BatchSource:
+        feed = self.make(seat)
+        fast = feed.next_batch
+
+        def next_batch(step: int) -> Any:
+            if os.path.exists(self.marker):
+                time.sleep(self.seconds)
+            return fast(step)
+
+        feed.next_batch = next_batch  # type: ignore[method-assign]
+        return feed
 
 
 class ProcessHandle:
@@ -107,6 +135,10 @@ class ProcessHandle:
 
     def request(self, flags: int, timeout_s: float) -> None:
         self._call(timeout_s, "request", flags)
+
+    def dump(self, timeout_s: float = 30.0) -> dict[str, Any]:
+        """Every row the worker owns, and its dense state; once training has ended."""
+        return self._call(timeout_s, "dump")
 
     def kill(self, number: int = signal.SIGKILL) -> None:
         """Send the process a signal; a killed one is waited for."""

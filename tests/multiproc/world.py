@@ -57,6 +57,14 @@ def run_one(spec: WorkerSpec, rank: int, world: int, epoch: int, store: Store, t
     if poll.status.phase is not WorkerPhase.FINISHED:
         result["error"] = result["error"] or f"rank {rank} stands at {poll.status}"
         return result
+    result |= dump(worker)
+    assert worker.trainer is not None
+    result["collectives"] = worker.trainer.session.exchange.num_collectives()
+    return result
+
+
+def dump(worker: Worker) -> dict[str, Any]:
+    """Every row that the worker owns, and its dense state."""
     assert worker.shards is not None and worker.trainer is not None
     rows: dict[str, dict[int, tuple[bytes, bytes, int]]] = {}
     for index, table in enumerate(worker.model_tables.tables):
@@ -69,10 +77,8 @@ def run_one(spec: WorkerSpec, rank: int, world: int, epoch: int, store: Store, t
                     part.slots[i].numpy().tobytes(),
                     int(part.count[i]),
                 )
-    result["rows"] = rows
-    result["dense"] = {name: t.numpy().copy() for name, t in worker.trainer.dense.state_tensors().items()}
-    result["collectives"] = worker.trainer.session.exchange.num_collectives()
-    return result
+    dense = {name: t.numpy().copy() for name, t in worker.trainer.dense.state_tensors().items()}
+    return {"rows": rows, "dense": dense}
 
 
 def _rank_main(rank: int, world: int, cases: Sequence[WorkerSpec], store: Store, transport: str, out: Any) -> None:
