@@ -313,7 +313,7 @@ class Channel:
                 num_rows += len(changes)
                 for section in _sections(key, changes, old.step, self._row_bytes[key[0]]):
                     sections.append(section)
-                    num_bytes += len(section.rows) * self._row_bytes[key[0]]
+                    num_bytes += len(section.rows) * self._row_bytes[key[0]] + 8 * section.deleted.numel()
                     if num_bytes >= PIECE_BYTES:
                         flush()
                         num_bytes = 0

@@ -24,6 +24,7 @@ from replicas import (
     until,
 )
 
+from shoal.actors import channel
 from shoal.actors.messages import BlockSet
 from shoal.kernels.errors import ExchangeTimeoutError, PeerError, ProtocolError
 
@@ -438,3 +439,121 @@ def test_a_base_taken_beside_training_equals_the_cut_bit_for_bit_c1():
         until(lambda: b.repl.counters()["staged_bytes"] == 0, "a copy of a view to come folds at once")
         assert b.rows(0, 0) == frozen[newest]
         assert a.repl.progress().bytes_moved > 40_000_000
+
+
+def test_blocks_read_from_storage_are_no_copies_until_their_view_is_decided_f4():
+    with peers("a", "b") as (a, b):
+        view = two(a, b)
+        start(view, [a, b])
+        for peer in (a, b):
+            peer.train()
+        step = snapshot_all([a, b])
+        b.repl.close()
+        a.repl.park()
+        alone = make_view([a.place], [0, 0, 0, 0], epoch=2)
+        a.repl.expect(alone)
+        a.repl.roll_back(step)
+        # Partial recovery: block 2 is lost and begins empty, block 3 comes from the copy.
+        lost = BlockSet.of({"a": [2], "b": [2]})
+        a.repl.flip(alone, 0, step, from_storage=lost)
+        assert a.store.num_rows(0, 2) == 0
+        a.repl.park()
+        held = a.repl.holdings()
+        assert held.owned == view.owned_by(0)
+        assert {key for copies in held.copies for key in copies.blocks} == {("a", 3), ("b", 3)}
+        a.repl.reset()
+        assert len(a.repl.holdings().owned) == 0
+        a.repl.flip(alone, 0, 0, from_storage=alone.owned_by(0))
+        a.repl.park()
+        assert a.repl.holdings().copies == ()
+        assert len(a.repl.holdings().owned) == 0
+
+
+def test_who_waits_for_the_dense_state_waits_for_leavers_metrics_too():
+    with peers("a", "b") as (a, b):
+        view = make_view([b.place], [0, 0, 0, 0], epoch=2)
+        b.repl.expect(view)
+        a.repl.ship(view.members[0], 2, 5, dense=b"dense", announces_aux=["a"])
+        assert b.repl.dense_step() == 5
+        with pytest.raises(ExchangeTimeoutError, match="aux:a of step 5"):
+            b.repl.receive(BlockSet(), 5, wants_dense=True, timeout_s=0.05)
+        a.repl.ship(view.members[0], 2, 5, aux={"a": b"bins"})
+        received = b.repl.receive(BlockSet(), 5, wants_dense=True, timeout_s=5)
+        assert (received.dense, received.aux) == (b"dense", {"a": b"bins"})
+        assert b.repl.aux_for_merge(5) == {"a": b"bins"}
+        b.repl.expect(make_view([b.place], [0, 0, 0, 0], epoch=3))
+        assert b.repl.dense_step() == -1, "what an abandoned view sent is forgotten"
+
+
+def test_abort_from_another_thread_ends_a_cutover_at_once_f1():
+    with peers("a", "b", timeout_s=30.0) as (a, b):
+        view = two(a, b)
+        start(view, [a, b])
+        for peer in (a, b):
+            peer.train()
+        snapshot_all([a, b])
+        new = make_view([a.place, b.place], [1, 0, 0, 1], [1, 0], epoch=2)
+        prepare_all(new, [a, b])
+        a.train()
+        errors = []
+
+        def cut_over() -> None:
+            try:
+                a.repl.cut_over(a.step, new, b"", 30.0)
+            except PeerError as error:
+                errors.append(error)
+
+        # b never comes to the boundary, so a waits for its changes.
+        thread = threading.Thread(target=cut_over)
+        thread.start()
+        until(lambda: a.repl.last_snapshot == a.step, "the cutover has begun")
+        a.repl.abort()
+        thread.join(5)
+        assert not thread.is_alive()
+        assert errors
+        a.repl.park()
+        assert a.repl.holdings().snapshots[-1] == a.step
+
+
+def test_snapshots_go_on_beside_a_slow_base_in_many_pieces_and_messages_stay_small(monkeypatch):
+    """Blocks in sync advance with every snapshot while the pieces of another block's base are under way (V2, F5)."""
+    piece_bytes = 2**16
+    monkeypatch.setattr(channel, "PIECE_BYTES", piece_bytes)
+    tables = make_tables(num_blocks=2, dim=32, names="a")
+    with peers("a", "b", tables=tables, bytes_per_s=3e6) as (a, b):
+        sizes = []
+        handler = b.repl._inbound.server._handler
+
+        def record(message):
+            sizes.append(message.payload.size)
+            return handler(message)
+
+        b.repl._inbound.server._handler = record
+        view = make_view([a.place, b.place], [0, 0], [1, 0], names="a")
+        a.repl.expect(view)
+        b.repl.expect(view)
+        a.own(view)
+        a.train(num_ids=12_000, deletes=False)
+        a.repl.set_view(view, 0, a.step)
+        b.repl.set_view(view, 1, a.step)
+        total = a.repl.unprotected_bytes
+        assert total > 2_000_000
+        snapshots = 0
+        while a.repl.unprotected_bytes:
+            a.train(num_ids=300)
+            if a.repl.acked == a.repl.last_snapshot:
+                a.repl.protect(a.repl.acked)
+                b.repl.protect(a.repl.acked)
+                a.repl.snapshot(a.step, b"")
+                snapshots += 1
+            assert a.step < 20_000
+        assert snapshots > 3, "acknowledgements did not wait for the base"
+        until(lambda: a.repl.acked == a.repl.last_snapshot)
+        a.train()
+        a.repl.snapshot(a.step, b"")
+        until(lambda: a.repl.acked == a.step)
+        b.repl.protect(a.step)
+        until(lambda: b.repl.counters()["staged_bytes"] == 0, "fold")
+        assert_copy(b, a, view.owned_by(0))
+        assert max(sizes) < 2 * piece_bytes + 4096
+        assert len(a.repl.snapshots) <= 3

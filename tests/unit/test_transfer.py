@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import threading
 import time
@@ -214,3 +215,32 @@ def test_unanswered_messages_are_bounded(world):
         for n in range(transfer.WINDOW + 1):
             client.post(Kind.BASE, 0, {"n": n})
     assert len(client._pending) == transfer.WINDOW
+
+
+def test_abort_ends_a_connect_that_hangs():
+    # A listener whose backlog is full does not answer, as a machine that has died does not.
+    with socket.socket() as listener, contextlib.ExitStack() as fill:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen(0)
+        for _ in range(8):
+            link = fill.enter_context(socket.socket())
+            link.setblocking(False)
+            with contextlib.suppress(BlockingIOError):
+                link.connect(listener.getsockname())
+        client = TransferClient(f"127.0.0.1:{listener.getsockname()[1]}", run=1, sender="a", timeout_s=60.0)
+        errors = []
+
+        def call() -> None:
+            try:
+                client.call(Kind.BASE, 0, {})
+            except PeerError as error:
+                errors.append(error)
+
+        thread = threading.Thread(target=call)
+        thread.start()
+        while client._socket is None:
+            time.sleep(0.001)
+        client.abort()
+        thread.join(10)
+        assert not thread.is_alive()
+        assert isinstance(errors[0], LinkError)
