@@ -439,6 +439,9 @@ class Replicator:
             self._store.drop_block(*key)
         self._owned, self._known, self._flipped_at, self._last_snapshot = frozenset(), {}, None, -1
         self._unproven, self._view, self._rank = set(), None, None
+        # Nothing is left to go back, but steps are to count from the checkpoint's again.
+        with self._store.cut() as cut:
+            self._store.rollback(cut, 0)
         self.copies.reset()
         self._blobs.forget_below(1 << 62)
         self._open_again()
