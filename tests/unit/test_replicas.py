@@ -145,6 +145,25 @@ def test_a_replica_that_no_cut_shows_saves_nothing():
         assert store.version_bytes() == 0
 
 
+def test_slots_that_an_import_saved_for_an_older_cut_wait_for_the_younger_ones():
+    """A demoted block saves for the cut that shows it, into the newest layer; that layer's cut must not meet the slot."""
+    tables = [make_table(num_blocks=1), make_table("u", num_blocks=1)]
+    store = make_store(*tables, undo_steps=0)
+    train(store, range(30), 1, 1)
+    older = store.cut()
+    store.set_replica(1, 0, True)
+    younger = store.cut()
+    rows = older.export_block(1, 0)
+    store.apply_changes(1, 0, BlockChanges(rows, NO_IDS, 0))
+    older.release()
+    store.commit(1)
+    store.apply_changes(1, 0, BlockChanges(BlockRows.empty(tables[1]), rows.ids, 0))
+    train(store, range(30), 2)
+    assert len(younger.export_block(0, 0)) == 0
+    with store.cut() as cut:
+        assert cut.export_changes(younger, 0, 0).rows.ids.tolist() == list(range(30))
+
+
 def test_memory_of_dropped_blocks_is_used_again_once_their_cuts_are_released():
     store = trained(2000)
     used = store.nbytes()["rows"]

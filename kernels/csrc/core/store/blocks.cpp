@@ -31,8 +31,11 @@ void RowStore::set_replica(uint32_t table, uint32_t block, bool is_replica) {
     auto& to = (is_replica ? state.replicas : state.blocks)[block];
     if (from == nullptr && to == nullptr) throw std::invalid_argument(name_of(tables_[table], block) + " is not held");
     if (from == nullptr) return;
-    // The importer must not meet reservations, which the training thread discards.
-    if (is_replica) discard_reservations(from.get());
+    if (is_replica) {
+      // The importer must not meet reservations, which the training thread discards.
+      discard_reservations(from.get());
+      from->layer_serial = serial_;
+    }
     to = std::move(from);
     from.reset();
   }
@@ -40,27 +43,26 @@ void RowStore::set_replica(uint32_t table, uint32_t block, bool is_replica) {
 
 // The records stay as they are: cuts that list the map read them where they lie.
 void RowStore::drop_block(uint32_t table, uint32_t block) {
+  std::shared_ptr<IdMap> map;
+  bool is_owned;
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    TableState& state = states_.at(table);
+    is_owned = state.blocks.at(block) != nullptr;
+    if (is_owned) {
+      require_boundary("dropping a block");
+      discard_reservations(state.blocks[block].get());
+    }
+    map = std::move(is_owned ? state.blocks[block] : state.replicas[block]);
+  }
+  if (map == nullptr) return;
+  const std::vector<uint32_t> slots = map->list_slots();
   const std::lock_guard<std::mutex> lock(mutex_);
-  TableState& state = states_.at(table);
-  const bool is_owned = state.blocks.at(block) != nullptr;
-  auto& place = is_owned ? state.blocks[block] : state.replicas[block];
-  if (place == nullptr) return;
-  if (is_owned) {
-    require_boundary("dropping a block");
-    discard_reservations(place.get());
+  if (is_owned || is_in_open_layer(*map)) {
+    release_slots(tables_[table].arena, slots.data(), slots.size());
+  } else {
+    arena_of(table).free(slots.data(), slots.size());
   }
-  const std::vector<uint32_t> slots = place->list_slots();
-  const Arena& arena = arena_of(table);
-  std::vector<uint32_t> unseen, seen;
-  const uint32_t oldest = layers_.empty() ? 0 : layers_.front()->serial;
-  const bool is_listed = is_owned || is_in_open_cut(*place);
-  for (const uint32_t slot : slots) {
-    const bool is_seen = !layers_.empty() && (is_listed || header(arena.record(slot))->stamp >= oldest);
-    (is_seen ? seen : unseen).push_back(slot);
-  }
-  release_slots(tables_[table].arena, seen.data(), seen.size());
-  arena_of(table).free(unseen.data(), unseen.size());
-  place.reset();
 }
 
 bool RowStore::owns(uint32_t table, uint32_t block) const {

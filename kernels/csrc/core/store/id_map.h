@@ -86,8 +86,10 @@ class IdMap {
 
   // Rows of this block that exist (reserved ones do not count). Any thread.
   std::atomic<int64_t> num_rows{0};
-  // Serial of the newest cut that this map is part of; guarded by the store's mutex.
+  // Serial of the newest cut that this map is part of; guarded by the store's mutex, as is the next one.
   uint32_t cut_serial = 0;
+  // Layers up to this serial may hold slots of this map, of a replica's at least: it was owned, or saved to them.
+  uint32_t layer_serial = 0;
 
  private:
   struct Array;

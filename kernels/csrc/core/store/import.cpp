@@ -109,7 +109,7 @@ uint64_t RowStore::upsert_chunk(uint32_t table, IdMap* map, bool is_owned, const
     if (is_owned) {
       if (head->stamp < guard_) save(table, slot, record, 0);
     } else if (is_listed) {
-      save_in_layer(table, slot, record, num_threads_);
+      save_copy(table, map, slot, record);
     }
     write_record(arena.layout, rows, from + i, record);
     delta += hasher.hash(record);
@@ -173,15 +173,14 @@ void RowStore::erase_copy(uint32_t table, IdMap* map, int64_t id, uint64_t hash,
   const uint32_t arena = tables_[table].arena;
   std::byte* record = arenas_[arena]->record(slot);
   RowHeader* head = header(record);
-  const bool is_listed = is_in_open_cut(*map);
-  if (is_listed) {
-    save_in_layer(table, slot, record, num_threads_);
+  if (is_in_open_cut(*map)) {
+    save_copy(table, map, slot, record);
     layers_.back()->note_deleted(map, slot);
   }
   map->erase(id, hash);
   map->num_rows.fetch_sub(1, std::memory_order_relaxed);
   set_state(head, 0);
-  if (is_listed || (!layers_.empty() && head->stamp >= layers_.front()->serial)) {
+  if (is_in_open_layer(*map)) {
     release_slots(arena, &slot, 1);
   } else {
     arenas_[arena]->free(&slot, 1);

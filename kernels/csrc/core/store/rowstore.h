@@ -10,6 +10,7 @@
 // No result and no exported order depends on slots.
 #pragma once
 
+#include <algorithm>
 #include <atomic>
 #include <cstdint>
 #include <deque>
@@ -144,10 +145,15 @@ class RowStore {
   uint32_t find_chunk(const IdMap& map, const Arena& arena, const int64_t* ids, int64_t count, uint32_t* found) const;
   uint64_t erase_held(uint32_t table, IdMap* map, bool is_owned, const int64_t* ids, int64_t n);
   void erase_copy(uint32_t table, IdMap* map, int64_t id, uint64_t hash, uint32_t slot);
+  // Of a replica: whether an open cut may show it, so that its rows must be saved before they change.
   bool is_in_open_cut(const IdMap& map) const {
     return !layers_.empty() && map.cut_serial >= layers_.front()->serial;
   }
-  void save_in_layer(uint32_t table, uint32_t slot, std::byte* record, uint32_t thread);
+  // Of a replica: whether an open layer may hold one of its slots, which then must not go to another row.
+  bool is_in_open_layer(const IdMap& map) const {
+    return !layers_.empty() && std::max(map.cut_serial, map.layer_serial) >= layers_.front()->serial;
+  }
+  void save_copy(uint32_t table, IdMap* map, uint32_t slot, std::byte* record);
   void release_slots(uint32_t arena, const uint32_t* slots, size_t count);
   void forget_reservations();
   void collect();

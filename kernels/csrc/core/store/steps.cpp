@@ -114,13 +114,13 @@ void RowStore::save(uint32_t table, uint32_t slot, std::byte* record, uint32_t t
 }
 
 // The same for the importer, whose rows are in no undo log.
-void RowStore::save_in_layer(uint32_t table, uint32_t slot, std::byte* record, uint32_t thread) {
+void RowStore::save_copy(uint32_t table, IdMap* map, uint32_t slot, std::byte* record) {
   RowHeader* head = header(record);
   if (head->stamp >= cut_serial()) return;
   const bool exists = (head->state & kExists) != 0;
-  layers_.back()->arenas[tables_[table].arena]->save(table, slot, record, exists, thread);
+  layers_.back()->arenas[tables_[table].arena]->save(table, slot, record, exists, num_threads_);
   std::atomic_thread_fence(std::memory_order_release);
-  head->stamp = cut_serial();
+  head->stamp = map->layer_serial = cut_serial();
 }
 
 void RowStore::set_guard() { guard_ = std::max(undo_serial(), cut_serial()); }

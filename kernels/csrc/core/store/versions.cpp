@@ -137,16 +137,13 @@ CutLayer::CutLayer(uint32_t serial_, const std::vector<std::unique_ptr<Arena>>& 
 
 void CutLayer::note_deleted(const IdMap* map, uint32_t slot) {
   const std::lock_guard<std::mutex> lock(mutex_);
-  deleted_.emplace_back(map, slot);
+  deleted_[map].push_back(slot);
 }
 
 std::vector<uint32_t> CutLayer::deleted(const IdMap* map) const {
   const std::lock_guard<std::mutex> lock(mutex_);
-  std::vector<uint32_t> slots;
-  for (const auto& [of, slot] : deleted_) {
-    if (of == map) slots.push_back(slot);
-  }
-  return slots;
+  const auto found = deleted_.find(map);
+  return found == deleted_.end() ? std::vector<uint32_t>{} : found->second;
 }
 
 void CutLayer::retire(uint32_t arena, const uint32_t* slots, size_t count) {
@@ -161,7 +158,10 @@ void CutLayer::absorb(CutLayer& younger) {
   }
   const std::lock_guard<std::mutex> lock(mutex_);
   const std::lock_guard<std::mutex> other(younger.mutex_);
-  deleted_.insert(deleted_.end(), younger.deleted_.begin(), younger.deleted_.end());
+  for (const auto& [map, slots] : younger.deleted_) {
+    std::vector<uint32_t>& all = deleted_[map];
+    all.insert(all.end(), slots.begin(), slots.end());
+  }
 }
 
 uint64_t CutLayer::count() const {

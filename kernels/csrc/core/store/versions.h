@@ -19,6 +19,7 @@
 #include <cstdint>
 #include <memory>
 #include <mutex>
+#include <unordered_map>
 #include <vector>
 
 #include "core/store/arena.h"
@@ -161,7 +162,7 @@ class CutLayer {
 
  private:
   mutable std::mutex mutex_;
-  std::vector<std::pair<const IdMap*, uint32_t>> deleted_;
+  std::unordered_map<const IdMap*, std::vector<uint32_t>> deleted_;
   std::vector<std::vector<uint32_t>> retired_;
 };
 
