@@ -55,3 +55,18 @@ def contents(store: RowStore | Cut, tables, owned=None) -> dict:
             if owned is None or (index, block) in owned:
                 found |= rows_as_dict(store.export_block(index, block), table, index, block)
     return found
+
+
+def ids_of_block(block: int, count: int, num_blocks: int = 4) -> torch.Tensor:
+    candidates = np.arange(count * num_blocks * 2 + 64)
+    return torch.from_numpy(candidates[row_blocks(candidates, num_blocks) == block][:count])
+
+
+def block_contents(source, block: int, table: int = 0) -> dict:
+    return rows_as_dict(source.export_block(table, block), make_table(), table, block)
+
+
+def trained(num_ids: int = 60, **options) -> RowStore:
+    store = make_store(undo_steps=0, **options)
+    train(store, range(num_ids), 1)
+    return store
