@@ -165,6 +165,10 @@ class ProcessLauncher:
         self._address = ("", 0)
         self.drains: dict[str, float | None] = {}
 
+    #: As ``WorkerLauncher`` has them: not a Ray cluster, and not one worker only.
+    cluster_address = ""
+    is_fixed = False
+
     def start_feeder(self, start_step: int, num_workers: int) -> None:
         """Workers read the files themselves."""
 
@@ -225,7 +229,7 @@ class ProcessLauncher:
             self._address = (host, port)
         return self._address
 
-    def forget_epoch(self, run: str, epoch: int) -> None:
+    def forget_epochs(self, run: str, before: int) -> None:
         """A test's epochs are few."""
 
     def release(self) -> None:
