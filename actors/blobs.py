@@ -89,6 +89,12 @@ class Blobs:
                     return newest
                 self._changed.wait(left_s)
 
+    def forget(self, name: str, step: int) -> None:
+        """Drop one blob."""
+        with self._changed:
+            self._complete.pop((name, step), None)
+            self._announced.pop((name, step), None)
+
     def forget_below(self, step: int) -> None:
         """Drop blobs of steps < ``step``."""
         with self._changed:

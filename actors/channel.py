@@ -181,10 +181,6 @@ class Channel:
                 retry_s = min(2 * retry_s, RETRY_S_MAX)
         self._on_change()
 
-    def _release(self) -> None:
-        self._at, self._part, self._unconfirmed = {}, None, set()
-        self._adjust_holds()
-
     def _adjust_holds(self) -> None:
         """Hold exactly the snapshots that blocks in sync, or the base under way, are relative to."""
         needed = set(self._at.values()) | ({self._part.snapshot} if self._part is not None else set())
@@ -238,26 +234,28 @@ class Channel:
 
     def _ask(self, client: TransferClient) -> None:
         """Learn which blocks the target holds as they are in an open snapshot; the others need a base."""
-        self._release()
         keys = sorted(self.keys)
         wanted = np.array(keys, np.int64).reshape(len(keys), 2)
         reply = client.call(Kind.STATE, self.epoch, {}, [wanted])
         at: dict[Key, Snapshot] = {}
-        held: dict[int, Snapshot | None] = {}
+        # Those that are off the shelf by now but held from before serve as well.
+        open_: dict[int, Snapshot | None] = {snapshot.step: snapshot for snapshot in self._held}
+        taken: list[Snapshot] = []
         for table, block, step, checksum in reply.payload.view(np.int64).reshape(-1, 4).tolist():
             key = (table, block)
-            if step not in held:
-                held[step] = self._shelf.held(step)
-            snapshot = held[step]
+            if step not in open_:
+                open_[step] = found = self._shelf.held(step)
+                if found is not None:
+                    taken.append(found)
+            snapshot = open_[step]
             # A checksum that is not known here proves nothing about the copy.
             if key in self.keys and snapshot is not None and snapshot.checksums.get(key) == unsigned(checksum):
                 at[key] = snapshot
-        self._at = at
+        self._at, self._part, self._unconfirmed = at, None, set()
         self._todo = dict.fromkeys(key for key in keys if key not in at)
         self._adjust_holds()
-        for snapshot in held.values():
-            if snapshot is not None:
-                snapshot.drop()
+        for snapshot in taken:
+            snapshot.drop()
         self._has_asked = True
 
     def _send_bases(self, client: TransferClient, newest: Snapshot) -> None:

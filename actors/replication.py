@@ -118,6 +118,7 @@ class Replicator:
         self._buddy: Channel | None = None
         self._preparing: dict[str, Channel] = {}
         self._next_view: View | None = None
+        self._keeps_snapshots = True
         self._changed = threading.Condition()
         self._is_aborted = False
         self._last_snapshot = -1
@@ -146,6 +147,7 @@ class Replicator:
         """
         self._close_channels()
         self.flip(view, rank, step)
+        self._keeps_snapshots = keeps_snapshot
         if keeps_snapshot:
             snapshot = self.shelf.open(step, self._owned, aux)
             snapshot.checksums.update((k, v) for k, v in self._known.items() if k in self._owned)
@@ -161,6 +163,7 @@ class Replicator:
         self.copies.protect(step)
         self._inbound.thaw()
         self._blobs.forget_below(step)
+        self._blobs.forget("dense", step)
         buddy = view.buddy(rank)
         if buddy is not None and buddy != rank:
             self._buddy = self._channel(view.members[buddy], view.epoch, self._owned, has_aux=True)
@@ -293,6 +296,8 @@ class Replicator:
             for channel in self._preparing.values():
                 channel.close()
             self._preparing, self._next_view = {}, None
+            if not self._keeps_snapshots:
+                self.drop_snapshots()
         self._inbound.refuse(epoch)
         if self._view is None or self._view.epoch < epoch:
             self.copies.forget(self.copies.forget_epoch(epoch))
@@ -390,6 +395,7 @@ class Replicator:
         self.abort()
         self._inbound.refuse()
         self._close_channels()
+        self._next_view = None
         if self._flipped_at is None:
             return
         step, self._flipped_at = self._flipped_at, None

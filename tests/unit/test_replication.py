@@ -557,3 +557,23 @@ def test_snapshots_go_on_beside_a_slow_base_in_many_pieces_and_messages_stay_sma
         assert_copy(b, a, view.owned_by(0))
         assert max(sizes) < 2 * piece_bytes + 4096
         assert len(a.repl.snapshots) <= 3
+
+
+def test_a_channel_that_lost_its_connection_goes_on_without_a_new_base_v2():
+    with peers("a", "b") as (a, b):
+        view = two(a, b)
+        start(view, [a, b])
+        for peer in (a, b):
+            peer.train()
+        snapshot_all([a, b])
+        made = a.repl._buddy
+        rows = made.counters.base_rows
+        for _ in range(3):
+            made._client.abort()  # as a broken link the client cannot mend
+            for peer in (a, b):
+                peer.train()
+            snapshot_all([a, b])
+        assert made.counters.base_rows == rows
+        until(lambda: made.error is None, "the channel is well again")
+        until(lambda: b.repl.counters()["staged_bytes"] == 0, "fold")
+        assert_copy(b, a, view.owned_by(0))
