@@ -233,12 +233,14 @@ class RunLock:
             started = self._clock()
             own = self._announce()
             rival = self._find_rival(own, passed)
-            if rival is None and self._clock() - started < _HANDOVER_S / 2:
-                self._own = dataclasses.replace(own, state=ClaimState.HELD, renewals=1)
-                self._write(self._own)
-                self._renewed_at = self._clock()
-                self._remove_older(self._own)
-                return
+            if rival is None:
+                held = dataclasses.replace(own, state=ClaimState.HELD, renewals=1)
+                self._write(held)
+                # Later than that, a holder that has come back no longer waits for this claim.
+                if self._clock() - started < _HANDOVER_S / 2:
+                    self._own, self._renewed_at = held, started
+                    self._remove_older(held)
+                    return
             self._storage.delete_file(own.path)
             if rival is not None and rival.token == self._token:
                 raise LockLostError(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
 import random
 import subprocess
@@ -218,10 +219,8 @@ class Turns:
             turn.set()
 
 
-@pytest.mark.parametrize("seed", range(25))
-def test_of_runs_that_start_at_once_at_most_one_holds_the_folder(tmp_path: Path, seed: int) -> None:
-    """run_lock invariant 1, whatever the order of their reads and writes; and exactly one gets through in the end."""
-    turns = Turns(seed, num_threads=3)
+def stepped_storage(root: Path, turns: Turns) -> Storage:
+    """A storage whose every operation waits for its turn."""
 
     class Stepped(Storage):
         def write_object(self, path: str, produce: Any) -> Any:
@@ -236,7 +235,32 @@ def test_of_runs_that_start_at_once_at_most_one_holds_the_folder(tmp_path: Path,
             turns.pause()
             return super().list_dir(path)
 
-    plain = Storage(str(tmp_path), RetryPolicy(attempts_max=1))
+    return Stepped(str(root), RetryPolicy(attempts_max=1))
+
+
+def run_in_turns(turns: Turns, parts: list[Callable[[], None]], after_each: Callable[[], None] = lambda: None) -> None:
+    """Run ``parts`` in threads of their own, interleaved at their storage operations and sleeps."""
+
+    def take_part(part: Callable[[], None]) -> None:
+        turns.pause()
+        try:
+            part()
+        finally:
+            turns.finish()
+
+    threads = [threading.Thread(target=take_part, args=(part,), daemon=True) for part in parts]
+    for thread in threads:
+        thread.start()
+    turns.run(after_each)
+    for thread in threads:
+        thread.join(60)
+
+
+@pytest.mark.parametrize("seed", range(25))
+def test_of_runs_that_start_at_once_at_most_one_holds_the_folder(tmp_path: Path, seed: int) -> None:
+    """run_lock invariant 1, whatever the order of their reads and writes; and exactly one gets through in the end."""
+    turns = Turns(seed, num_threads=3)
+    storage = stepped_storage(tmp_path, turns)
     outcomes: list[str] = []
 
     def sleep(seconds: float) -> None:
@@ -244,8 +268,7 @@ def test_of_runs_that_start_at_once_at_most_one_holds_the_folder(tmp_path: Path,
         turns.pause()
 
     def contend(number: int) -> None:
-        turns.pause()
-        lock = RunLock(Stepped(str(tmp_path)), owner(f"h{number}"), LEASE_S, clock=turns.clock, sleep=sleep)
+        lock = RunLock(storage, owner(f"h{number}"), LEASE_S, clock=turns.clock, sleep=sleep)
         try:
             lock.acquire()
             outcomes.append("held")
@@ -255,21 +278,67 @@ def test_of_runs_that_start_at_once_at_most_one_holds_the_folder(tmp_path: Path,
             outcomes.append("refused")
         except BaseException as error:
             outcomes.append(repr(error))
-            raise
-        finally:
-            turns.finish()
-
-    threads = [threading.Thread(target=contend, args=(n,), daemon=True) for n in range(turns.num_threads)]
-    for thread in threads:
-        thread.start()
 
     def check() -> None:
-        assert len(held(plain)) <= 1
+        assert len(held(Storage(str(tmp_path)))) <= 1
 
-    turns.run(check)
-    for thread in threads:
-        thread.join(60)
+    run_in_turns(turns, [functools.partial(contend, number) for number in range(turns.num_threads)], check)
     assert sorted(outcomes) == ["held", "refused", "refused"], seed
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_silent_holder_and_its_successor_never_both_stand(tmp_path: Path, seed: int) -> None:
+    """run_lock invariants 1 and 2: no renewal succeeds once a successor has the folder, however they interleave."""
+    turns = Turns(seed, num_threads=2)
+    storage = stepped_storage(tmp_path, turns)
+    rng = random.Random(seed)
+    order: list[str] = []
+    stood_at = taken_at = 0.0
+
+    def sleep(seconds: float) -> None:
+        turns.clock.now += seconds / turns.num_threads
+        turns.pause()
+
+    def hold() -> None:
+        nonlocal stood_at
+        lock = RunLock(storage, owner("first"), LEASE_S, clock=turns.clock, sleep=sleep)
+        lock.acquire()
+        order.append("first")
+        try:
+            while not {"second", "refused"} & set(order):
+                # Silent until the successor has announced itself, which it does after a lease, and some turns more.
+                while len(os.listdir(tmp_path / "lock")) < 2 and rng.random() < 0.98 and "refused" not in order:
+                    sleep(1.0)
+                for _ in range(rng.randint(0, 4)):
+                    turns.pause()
+                began_at = turns.clock.now
+                lock.renew()
+                order.append("renewed")
+                stood_at = began_at
+            lock.renew()
+            order.append("renewed")
+        except LockLostError:
+            order.append("lost")
+
+    def follow() -> None:
+        nonlocal taken_at
+        while "first" not in order:
+            turns.pause()
+        lock = RunLock(storage, owner("second"), LEASE_S, clock=turns.clock, sleep=sleep)
+        try:
+            lock.acquire()
+            order.append("second")
+            taken_at = turns.clock.now
+        except LockHeldError:
+            order.append("refused")
+
+    run_in_turns(turns, [hold, follow])
+    if "second" in order:
+        assert order[-1] == "lost" or (order[-1] == "second" and order[-2] == "lost"), order
+        assert "renewed" not in order[order.index("second") :], order
+        assert taken_at - stood_at >= LEASE_S, "a renewal that began less than a lease before did not protect"
+    else:
+        assert order[-1] == "renewed" and "lost" not in order, order
 
 
 def test_entry_and_standing_are_decided_by_state_silence_and_order() -> None:
