@@ -116,7 +116,7 @@ _POINTS = (
         (BUDDY, RANK0, JOINER),
         can_fail=True,
     ),
-    Point("cutover.release", "the view is journalled, before old copies are dropped", (BUDDY, RANK0, LEAVER)),
+    Point("cutover.release", "the view is journalled, before old copies are dropped", (BUDDY, RANK0)),
     Point("recovery.parked", "groups are destroyed after a failure", _MEMBERS),
     Point("recovery.holdings", "before what this worker holds is told to the controller", _MEMBERS),
     Point("recovery.rolled_back", "rows and dense state are back at the target", _MEMBERS, can_fail=True),

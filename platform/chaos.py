@@ -133,7 +133,7 @@ def _fault(seed: int, index: int, point: str, role: str) -> Fault:
     action = _action(POINTS[point], role, seed, index)
     # A view change or a recovery comes past a place once or twice, a step each time.
     often, seldom = ("step.", "wire."), ("snapshot.", "controller.")
-    passages = 40 if point.startswith(often) else 3 if point.startswith(seldom) else 1
+    passages = 20 if point.startswith(often) else 3 if point.startswith(seldom) else 1
     seconds = {Action.STALL: 0.2, Action.STOP: 0.0, Action.PARTITION: 6.0}.get(action, 0.0)
     return Fault(point=point, role=role, action=action, nth=1 + _draw(passages, "nth", seed, index), seconds=seconds)
 

@@ -14,6 +14,7 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from shoal.kernels import faults
 from shoal.kernels.errors import (
     CheckpointError,
     CheckpointMismatchError,
@@ -146,6 +147,8 @@ class Controller:
 
     def run(self) -> RunPhase:
         """Launch, train, release. Returns how the run ended; never raises for a failure of the run itself."""
+        if self.plan.worker.faults is not None and not self._launcher.is_fixed:
+            faults.install(self.plan.worker.faults, "controller", {faults.CONTROLLER})
         try:
             with self._journalled() as before:
                 self._attempts(before)

@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from shoal.actors.messages import Order, Progress, SetBase, Start, View, WorkerInfo, WorkerPhase, WorkerStatus
+from shoal.kernels import faults
 from shoal.kernels.errors import ClusterError, ProtocolError, ShoalError
 from shoal.kernels.frame import Flag
 from shoal.platform import launch
@@ -182,6 +183,8 @@ class Executor:
             assert rank is not None
             restore = self._checkpoints.make_restore(self._start_step, worker_id, order.view.owned_by(rank))
             order = dataclasses.replace(order, restore=restore)
+        if faults.reach("controller.order"):
+            return
         try:
             handle.order(order, self.plan.call_timeout_s)
         except ClusterError as error:  # sent again until a status shows its effect
@@ -197,9 +200,11 @@ class Executor:
             logger.debug("worker=%s flags=%s error=%s", worker_id, flags, error)
 
     def _write_journal(self, record: JournalRecord) -> None:
+        faults.reach("controller.journal")
         self._journal.append(record.kind.value, **encode_record(record))
         if record.kind in (RecordKind.START, RecordKind.DECIDED, RecordKind.RECOVER):
             self._checkpoints.begin_epoch(record)
+        faults.reach("controller.journalled")
         self._put(lambda now_s: JournalWritten(now_s=now_s, record_id=record.record_id))
         if record.kind is RecordKind.DECIDED and record.view is not None:
             self._launcher.forget_ranks()

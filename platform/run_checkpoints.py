@@ -10,6 +10,7 @@ from typing import Any
 
 from shoal.actors.messages import BlockSet, SnapshotPart
 from shoal.actors.shard_host import Restore
+from shoal.kernels import faults
 from shoal.kernels.errors import CheckpointError
 from shoal.kernels.spec import TableSpec
 from shoal.platform.chain import CheckpointState, decide_base
@@ -99,6 +100,7 @@ class RunCheckpoints:
         """Make a checkpoint visible (K1) and collect old ones; why it failed, or None."""
         plan = self.plan
         summary: Mapping[str, Any] = next((part.summary for part in parts if part.summary is not None), {})
+        faults.reach("checkpoint.manifest")
         try:
             complete(
                 plan.storage,
@@ -113,6 +115,7 @@ class RunCheckpoints:
                 versions=plan.versions,
                 summary=dict(summary or {}),
             )
+            faults.reach("checkpoint.collect")
             if plan.num_to_keep is not None:
                 collect(plan.storage, plan.num_to_keep)
             self.choose("auto", frozenset())

@@ -27,8 +27,8 @@ GOLDEN = (
     [
         ("step.values_done", "buddy"),
         ("step.gradients_done", "rank0"),
-        ("wire.poll", "owner"),
-        ("checkpoint.collect", "controller"),
+        ("wire.poll", "buddy"),
+        ("recovery.parked", "owner"),
     ],
 )
 
