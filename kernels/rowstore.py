@@ -113,7 +113,8 @@ class RowStore:
         """Promote a replica to an owned block, or demote an owned block; its rows stay. O(1), at a step boundary.
 
         Cuts opened before a demotion still read the block as it was, whatever is imported into it later; a promoted
-        block is in the cuts opened from now on. Raises ValueError where the block is not held.
+        block is in the cuts opened from now on. A demotion discards the block's reservations, so no look-up of its rows
+        may be in flight. Raises ValueError where the block is not held, RuntimeError inside a step.
         """
         self._check_block(table, block)
         self.native.set_replica(table, block, is_replica)
@@ -254,7 +255,8 @@ class RowStore:
         Weights, optimizer state, steps, counts, existence and deletions, whatever has been applied since: uncommitted
         steps are forgotten, a partly applied one too, and so are reservations, so no look-up may be in flight. The cut
         stays open and can be rolled back to again. Touches only blocks that are owned now and were owned at the cut
-        (and not dropped between); what became of others is the caller's affair. O(rows changed since the cut).
+        (and neither dropped nor, as a replica, replaced whole between); what became of others is the caller's affair.
+        O(rows changed since the cut).
 
         Raises RuntimeError where a younger cut is not released or ``cut`` is.
         """
