@@ -33,6 +33,7 @@ from shoal.actors.messages import (
     Leave,
     Order,
     Prepare,
+    PrepareProgress,
     Progress,
     SetBase,
     SnapshotPart,
@@ -44,6 +45,7 @@ from shoal.actors.messages import (
     WorkerStatus,
 )
 from shoal.actors.open_view import OpenOptions
+from shoal.actors.preparation import Preparation
 from shoal.actors.protocol import WorkerRules, WorkerState
 from shoal.actors.replication import Replicator
 from shoal.actors.session import Session
@@ -307,7 +309,7 @@ class Worker:
                 rows=0 if self.shards is None else self.shards.num_rows(),
                 fence=0 if self._state is None else self._state.fence,
                 preparing=-1 if preparation is None else preparation.view.epoch,
-                prepare=None if preparation is None else preparation.progress(),
+                prepare=None if preparation is None else self._progress_of(preparation),
                 timings={} if changes is None else dict(changes.timings),
             )
             return WorkerPoll(
@@ -319,6 +321,12 @@ class Worker:
                 is_origin=self._is_origin,
                 is_saving=is_saving,
             )
+
+    def _progress_of(self, preparation: Preparation) -> PrepareProgress:
+        """Ready only once the protocol knows it too: a rank that meets the cutover before that has to park."""
+        progress = preparation.progress()
+        is_known = self._state is not None and self._state.is_prepared
+        return dataclasses.replace(progress, is_ready=progress.is_ready and is_known)
 
     def holdings(self) -> Holdings:
         """What this worker can bring into a recovered view, and the view it knows (F4, F8)."""

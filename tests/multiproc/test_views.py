@@ -91,14 +91,20 @@ class Cast:
         # An order may be lost on a worker that is busy: it is given until a status shows its effect.
         until(lambda: self._have_begun(view, everybody), f"all prepare epoch {view.epoch}")
         until(lambda: all(self._is_ready(name, view.epoch) for name in everybody), f"epoch {view.epoch} is prepared")
-        self.tell(CutOver(epoch=view.epoch), [old[0]])
-        until(lambda: all(self.status(name).epoch == view.epoch for name in names), f"epoch {view.epoch} is decided")
+        until(lambda: self._has_cut_over(view, names, old[0]), f"epoch {view.epoch} is decided")
         self.tell(Release(epoch=view.epoch), names)
         for name in old:
             if name not in names:
                 self.tell(Leave(reason="not needed"), [name])
         self.view = view
         return view
+
+    def _has_cut_over(self, view: View, names: Sequence[str], first: str) -> bool:
+        if all(self.status(name).epoch == view.epoch for name in names):
+            return True
+        if self.status(first).preparing == view.epoch:
+            self.tell(CutOver(epoch=view.epoch), [first])
+        return False
 
     def _have_begun(self, view: View, names: Sequence[str]) -> bool:
         late = [name for name in names if self.status(name).preparing != view.epoch]
