@@ -249,7 +249,7 @@ class _Former:
             try:
                 group = dist.ProcessGroupGloo(store, spec.rank, spec.world_size, self._gloo_options())
                 outcome.append((group, mesh_sockets(store, spec.rank, spec.world_size, before)))
-            except RuntimeError as error:
+            except Exception as error:  # of any kind: whoever waits for the thread must not wait in vain
                 outcome.append(error)
 
         thread = threading.Thread(target=work, name=f"shoal-form-{name}", daemon=True)

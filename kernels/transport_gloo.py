@@ -212,6 +212,9 @@ def mesh_sockets(store: Any, rank: int, world_size: int, before: dict[int, int])
             duplicate = socket.socket(fileno=os.dup(descriptor))
         except OSError:
             continue
+        if duplicate.family not in (socket.AF_INET, socket.AF_INET6):
+            duplicate.close()  # the address of a Unix socket is a path
+            continue
         try:
             mine[_label(duplicate.getsockname()), _label(duplicate.getpeername())] = duplicate
         except (OSError, TypeError, IndexError):
