@@ -268,6 +268,12 @@ class WorkerActor:
         what = f"worker {worker_id} of run {spec.run}"
         start_watchdog(lambda: self._worker.last_contact, orphan_s, what, lambda: release_orphan(spec.run))
         on_terminate(self._begin_drain)
+        threading.Thread(target=self._end_when_left, name="leave-watch", daemon=True).start()
+
+    def _end_when_left(self) -> None:
+        self._worker.has_left.wait()
+        time.sleep(0.2)  # for the answers that are on their way
+        os._exit(0)
 
     def _begin_drain(self) -> None:
         self._ends_at = time.monotonic() + TERM_GRACE_S

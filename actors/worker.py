@@ -155,6 +155,8 @@ class Worker:
         self._step_hint = 0
         self._thread: threading.Thread | None = None
         self._is_over = threading.Event()
+        #: Set once the step loop's thread has been told to end (Leave, or nobody to give orders): so may the process.
+        self.has_left = threading.Event()
         self._replicator: Replicator | None = None
         self._writer: SnapshotWriter | None = None
         self._state: WorkerState | None = None
@@ -361,6 +363,7 @@ class Worker:
         try:
             while not isinstance(blocking, pm.Exit):
                 blocking = self._advance(blocking)
+            self.has_left.set()
         except BaseException as error:  # the actor's edge: a mistake of ours becomes a status that the controller reads
             self._fail(error)
         finally:

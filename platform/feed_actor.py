@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import time
 from typing import Any
 
@@ -42,6 +43,10 @@ class FeederActor(Feeder):
     def get_blocks(self, *args: Any, **options: Any) -> Any:
         self._last_asked = _now()
         return super().get_blocks(*args, **options)
+
+    def pid(self) -> int:
+        """Number of this process, on its node."""
+        return os.getpid()
 
     def _last_sign_of_life(self) -> float:
         """Monotonic time at which somebody asked, or the controller was last seen."""

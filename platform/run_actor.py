@@ -49,6 +49,10 @@ class ControllerActor:
         if self._controller.is_fenced:
             os._exit(71)  # another one has the run; Ray does not restart a process that it no longer counts as ours
 
+    def is_over(self) -> bool:
+        """Whether the run has ended."""
+        return self._is_over()
+
     def _silent_s(self) -> float:
         return time.monotonic() - self._last_contact
 
@@ -70,6 +74,10 @@ class ControllerActor:
         self._last_contact = time.monotonic()
         report = self._controller.report(cursor, incarnation)
         return report, self._controller.failure if report.phase.is_over else None
+
+    def pid(self) -> int:
+        """Number of this process, on its node."""
+        return os.getpid()
 
     def run_dir(self) -> str:
         """The run's folder."""
@@ -162,7 +170,8 @@ def find_controller(run: str) -> Any:
 
 def find_live(run: str) -> bool:
     """Whether the run is alive: it has a controller, and has not ended."""
-    return _is_taken(actor_name(run, "controller"))
+    actor = find_actor(actor_name(run, "controller"))
+    return actor is not None and not _has_ended(actor)
 
 
 def list_runs() -> list[str]:
@@ -176,14 +185,19 @@ def _is_taken(name: str) -> bool:
     actor = find_actor(name)
     if actor is None:
         return False
-    try:
-        if not ray.get(actor.report.remote(0, -1), timeout=10.0)[0].phase.is_over:
-            return True
-    except ray.exceptions.RayError:
+    if not _has_ended(actor):
         return find_actor(name) is not None
     quietly(lambda: ray.kill(actor, no_restart=True))
     _wait_until_gone(name)
     return False
+
+
+def _has_ended(actor: Any) -> bool:
+    """Whether a controller only keeps an outcome; False where it does not answer: it may be restarting."""
+    try:
+        return ray.get(actor.is_over.remote(), timeout=10.0)
+    except ray.exceptions.RayError:
+        return False
 
 
 def _watch(actor: Any, run: str, on_item: Callable[[Any], None], stop_timeout_s: float) -> RunReport:
