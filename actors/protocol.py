@@ -265,6 +265,8 @@ class WorkerState:
             return []
         cancelled = self._cancel_preparing(f"epoch {view.epoch} is prepared instead")
         self.preparing, self.is_prepared, self.prepare_error = view, False, None
+        if is_joiner:
+            self.phase, self.reason = WorkerPhase.STARTING, ""
         return [*cancelled, BeginPreparing(view)]
 
     def _abort(self, epoch: int, reason: str) -> list[Background]:
@@ -391,8 +393,9 @@ class WorkerState:
         return self._go_on([])
 
     def _blame(self, view: View | None, missing: Sequence[int]) -> None:
-        assert view is not None
-        self.unreachable = tuple(view.members[rank].worker_id for rank in missing)
+        """``missing`` are ranks of ``view``. A number it does not have blames nobody."""
+        known = [] if view is None else [member.worker_id for member in view.members]
+        self.unreachable = tuple(known[rank] for rank in missing if rank < len(known))
 
     def _enter(self, view: View, step: int, snapshot: int | None, protected: int) -> None:
         """``view`` is decided, and this worker trains in it from ``step`` on."""

@@ -89,6 +89,7 @@ class JoinFailed:
 
     epoch: int
     reason: str
+    #: Ranks of the new view that did not answer in an exchange of it, where known.
     missing_ranks: tuple[int, ...] = ()
 
 
@@ -145,6 +146,7 @@ class CutOverFailed:
 
     epoch: int
     reason: str
+    #: Ranks of the new view that did not answer in an exchange of it, where known.
     missing_ranks: tuple[int, ...] = ()
 
 
@@ -165,6 +167,7 @@ class RecoverFailed:
 
     epoch: int
     reason: str
+    #: Ranks of the new view that did not answer in an exchange of it, where known.
     missing_ranks: tuple[int, ...] = ()
 
 

@@ -28,6 +28,7 @@ from shoal.jobs import (
     cli_quickstart,
     cli_resume,
     cli_scale,
+    cli_simulate,
     cli_stop,
     cli_synth,
     cli_train,
@@ -49,6 +50,7 @@ COMMANDS: dict[str, ModuleType] = {
     "doctor": cli_doctor,
     "quickstart": cli_quickstart,
     "synth": cli_synth,
+    "simulate": cli_simulate,
 }
 
 EXIT_ERROR, EXIT_INTERRUPTED = 1, 130

@@ -77,10 +77,16 @@ class CheckpointLedger:
         for key in [key for key in self._pending if key[0] <= epoch and key[1] > first_step]:
             del self._pending[key]
 
-    def waits_for(self, living: Collection[str]) -> bool:
-        """Whether a checkpoint may still become visible: nothing of it failed, and who owes a part lives."""
+    def waits_for(self, epoch: int, living: Collection[str]) -> bool:
+        """Whether a checkpoint may still become visible: its manifest is being written, or nothing of it failed and
+        who owes a part lives and is in the present view, of ``epoch``. In an earlier one it may have failed meanwhile.
+        """
         return any(
             p.is_writing
-            or (p.error is None and all(m.worker_id in living for m in p.view.members if m.rank not in p.parts))
+            or (
+                p.error is None
+                and p.view.epoch == epoch
+                and all(m.worker_id in living for m in p.view.members if m.rank not in p.parts)
+            )
             for p in self._pending.values()
         )

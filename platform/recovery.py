@@ -1,8 +1,9 @@
 """Recovery: which step a run goes back to after a failure, and who gives what to whom (PROTOCOLS F4). Pure.
 
 Invariants, asserted by number in the test:
-1. The target is the highest step at which every row block and the dense state have a living supplier; the newest
-   durable checkpoint if that is higher, or if there is no such step (no checkpoint: step 0, initial values).
+1. The target is the highest step at which every row block and the dense state have a living supplier, of those at which
+   no metric bins are missing if there is one; the newest durable checkpoint if that is higher, or if there is no such
+   step (no checkpoint: step 0, initial values).
 2. The target is never below an earlier attempt's, except to a checkpoint when copies are lost.
 3. Every block has one owner, who can bring it to the target itself, or receives it in exactly one shipment from a
    worker that can, or (checkpoint, partial) reads it from storage.
@@ -109,10 +110,11 @@ def plan_recovery(
         supply=_Supply(holdings),
         blocks=blocks,
     )
-    step = case.supply.highest(blocks, floor)
+    members_before = [member.worker_id for member in base.members]
+    step = case.supply.highest(blocks, floor, members_before)
     if step is None and mode is RecoveryMode.PARTIAL:
         living = [key for key in blocks if base.members[base.placement[key[0]][key[1]]].worker_id in holdings]
-        step = case.supply.highest(living, floor)
+        step = case.supply.highest(living, floor, members_before)
     if step is None or (durable_step or 0) > step:
         return _from_checkpoint(case, _why_checkpoint(case, step, floor))
     return _from_memory(case, step, rows_reported or {})
@@ -262,10 +264,16 @@ class _Supply:
         kept = {w for held in self._holdings.values() for w, steps in held.aux.items() if step in steps}
         return sorted(kept.union(self._dense.get(step, ())))
 
-    def highest(self, blocks: Sequence[tuple[str, int]], floor: int | None) -> int | None:
-        """The highest step, not below ``floor``, at which somebody brings each of ``blocks`` and the dense state."""
-        steps = (step for step in self._dense if floor is None or step >= floor)
-        return max((step for step in steps if all(self.holders(step, *key) for key in blocks)), default=None)
+    def highest(self, blocks: Sequence[tuple[str, int]], floor: int | None, counters: Collection[str]) -> int | None:
+        """The highest step, not below ``floor``, at which somebody brings each of ``blocks`` and the dense state.
+
+        A step at which all of ``counters`` have their metric bins goes before a higher one at which some are missing: a
+        rank without rows may not have been copied when the rows of the others were.
+        """
+        steps = [step for step in self._dense if floor is None or step >= floor]
+        steps = [step for step in steps if all(self.holders(step, *key) for key in blocks)]
+        whole = [step for step in steps if set(counters) <= set(self.origins(step))]
+        return max(whole or steps, default=None)
 
     @property
     def steps(self) -> list[int]:

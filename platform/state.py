@@ -533,7 +533,7 @@ class ControllerState:
         if not members or any(e.phase is not WorkerPhase.FINISHED for e in members):
             return False
         living = [e.worker_id for e in members]
-        if self.ledger.waits_for(living):
+        if self.ledger.waits_for(self.epoch, living):
             return True
         self.summary = next((e.summary for e in members if e.summary is not None), None)
         step = members[0].step

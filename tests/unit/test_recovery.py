@@ -114,20 +114,20 @@ def target_reference(
     holdings: Mapping[str, Holdings], base: View, mode: RecoveryMode, durable_step: int | None, floor: int | None
 ) -> tuple[int, bool]:
     """(target, from a checkpoint), by trying every step."""
-    best = None
+    found_steps = set()
     for wants_all, step in itertools.product((True, False), STEPS):
         if (not wants_all and mode is not RecoveryMode.PARTIAL) or (floor is not None and step < floor):
-            continue
-        if wants_all is False and best is not None and best[1]:
             continue
         needed = {
             key for key in BLOCKS if wants_all or base.members[base.placement[key[0]][key[1]]].worker_id in holdings
         }
         found = set().union(*(supply(one, step) for one in holdings.values()))
         if needed <= found and any(step in one.snapshots for one in holdings.values()):
-            best = (step, wants_all)
-    durable = durable_step or 0
-    return (durable, True) if best is None or durable > best[0] else (best[0], False)
+            counted = {name for name, one in holdings.items() if step in one.snapshots}
+            counted |= {name for one in holdings.values() for name, steps in one.aux.items() if step in steps}
+            found_steps.add((wants_all, {m.worker_id for m in base.members} <= counted, step))
+    durable, best = durable_step or 0, max(found_steps, default=None)
+    return (durable, True) if best is None or durable > best[-1] else (best[-1], False)
 
 
 @st.composite
