@@ -55,6 +55,7 @@ from shoal.actors.snapshot_writer import SnapshotWriter
 from shoal.actors.trainer import LearningRates, LoopSpec, Trainer
 from shoal.actors.view_changes import ChangeOptions, ViewChanges
 from shoal.kernels import faults
+from shoal.kernels.errors import CapacityError, ClusterError
 from shoal.kernels.faults import Schedule
 from shoal.kernels.frame import Flag
 from shoal.kernels.spec import IdPolicy, TableSpec
@@ -93,7 +94,9 @@ class ElasticSpec:
     #: Forming the groups of a view, and what a cutover or a recovery copies.
     form_timeout_s: float = 30.0
     copy_timeout_s: float = 60.0
-    #: F7, F8: without a poll for this long all ranks park at one named step and write nothing; for that long, it ends.
+    #: F7: without a poll for this long nothing is written to storage.
+    write_lease_s: float = 30.0
+    #: F8: without a poll for this long all ranks park at one named step; for that long, the worker ends.
     lease_s: float = 60.0
     orphan_s: float = 300.0
     #: Bound on the bytes of saved row versions (C3); None: unbounded.
@@ -161,6 +164,8 @@ class Worker:
         self._writer: SnapshotWriter | None = None
         self._state: WorkerState | None = None
         self._silence_told = False
+        #: Steps that waited for a snapshot to be acknowledged, because row versions took too much memory.
+        self._version_waits = 0
         self.last_contact = time.monotonic()
         if spec.faults is not None:
             faults.install(spec.faults, worker_id)
@@ -495,6 +500,8 @@ class Worker:
         flags, control = self._raised, self._control
         if not self._wants_haste(trainer.step):
             flags &= ~Flag.HASTE
+        if self._are_versions_full(trainer.step):
+            flags |= Flag.HASTE
         self._raised, self._control = Flag(0), 0
         head = trainer.advance(flags=flags, control=control)
         return pm.StepDone(trainer.step, head.flags, head.control, head.protected)
@@ -505,6 +512,25 @@ class Worker:
         if replicator is None or not replicator.wants_haste:
             return False
         return not replicator.snapshots or step - replicator.last_snapshot >= _HASTE_STEPS
+
+    def _are_versions_full(self, step: int) -> bool:
+        """Whether a snapshot is due early because older row versions take too much memory (C3).
+
+        Where the newest snapshot is still on its way to its holders, the step waits for it, a while: its
+        acknowledgement is what lets the older versions go.
+        """
+        replicator, shards = self._replicator, self.shards
+        if replicator is None or shards is None or not replicator.snapshots or not shards.store.is_version_full():
+            return False
+        deadline = time.monotonic() + self.spec.op_timeout_s / 4
+        if replicator.acked < replicator.last_snapshot:
+            self._version_waits += 1
+            if self._version_waits & (self._version_waits - 1) == 0:
+                bytes_used = shards.store.version_bytes()
+                logger.warning("worker=%s version_bytes=%d waits=%d", self.worker_id, bytes_used, self._version_waits)
+            while replicator.acked < replicator.last_snapshot and time.monotonic() < deadline:
+                time.sleep(0.002)
+        return step - replicator.last_snapshot >= _HASTE_STEPS
 
     def _finish(self) -> pm.Outcome:
         trainer = self.trainer
@@ -599,15 +625,18 @@ class Worker:
     def _write_checkpoint(self, step: int) -> None:
         trainer, writer, changes = self.trainer, self._writer, self.changes
         assert trainer is not None and writer is not None and changes is not None and changes.current is not None
-        current = changes.current
-        writer.start(
-            step,
-            current.view.epoch,
-            current.rank,
-            trainer.metrics,
-            {"samples": trainer.num_samples, "skipped_steps": trainer.skipped_steps},
-            self.spec.checkpoint_timeout_s,
-        )
+        current, counters = changes.current, {"samples": trainer.num_samples, "skipped_steps": trainer.skipped_steps}
+        silent_s = time.monotonic() - self.last_contact
+        try:
+            if self.spec.elastic is not None and silent_s > self.spec.elastic.write_lease_s:
+                raise ClusterError(f"no controller for {silent_s:.0f} s: this worker may have been given up (F7)")
+            writer.start(
+                step, current.view.epoch, current.rank, trainer.metrics, counters, self.spec.checkpoint_timeout_s
+            )
+        except (CapacityError, ClusterError) as error:  # this checkpoint is given up; training goes on
+            self._add_part(
+                SnapshotPart(epoch=current.view.epoch, step=step, rank=current.rank, files=(), error=str(error))
+            )
 
     def _cancel_writing(self) -> None:
         """A checkpoint in progress cannot become complete any more: a rank of its view is lost."""

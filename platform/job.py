@@ -189,6 +189,7 @@ def elastic_spec(config: JobConfig) -> ElasticSpec | None:
         copy_bytes_per_s=float(failure.copy_rate_limit_bytes_per_s or 0),
         copy_rounds_max=failure.copy_rounds_max,
         pause_max_s=failure.pause_max_s,
+        write_lease_s=failure.lease_s,
         # The protocol asks for some time between parking and ending.
         lease_s=failure.controller_lease_s,
         orphan_s=max(failure.orphan_s, failure.controller_lease_s + 1.0),
