@@ -135,7 +135,7 @@ def merge_parts(
 
     Ranks may have left out rows since different steps, for they hear of a new base at different times: the newest of
     these has all that is left out. Raises CheckpointError if a part is of another epoch, step or a failed one, or if
-    no complete checkpoint of that step is left.
+    no complete checkpoint of that step or a later one is left.
     """
     for part in parts:
         if (part.epoch, part.step) != (name.epoch, name.step) or part.error is not None:
@@ -145,11 +145,16 @@ def merge_parts(
     since = max((part.since for part in parts if part.since is not None), default=None)
     if since is None:
         return files, None
-    usable = [i for i in infos if i.state is CheckpointState.COMPLETE and i.name.step == since and i.name < name]
-    parent = max(usable, key=lambda info: info.name, default=None)
-    if parent is None or parent.manifest is None:
+    # A newer one than the base does as well, for it has more: the base may have been collected meanwhile.
+    usable = [
+        i.manifest
+        for i in infos
+        if i.state is CheckpointState.COMPLETE and i.manifest and since <= i.name.step < name.step and i.name < name
+    ]
+    parent = max(usable, key=lambda manifest: (-len(manifest.chain), manifest.name), default=None)
+    if parent is None:
         raise CheckpointError(f"{name} cannot be completed: it builds on step {since}, of which no checkpoint is left")
-    problem = _table_problem(parent.manifest, tables)
+    problem = _table_problem(parent, tables)
     if problem is not None:
         raise CheckpointError(f"{name} cannot be completed: {problem}")
     return files, str(parent.name)

@@ -239,7 +239,11 @@ class Controller:
                 sharding=checkpoints.sharding,
                 memory_bytes_per_worker=plan.scaling.memory_per_worker,
             ),
-            limits=Limits(park_timeout_s=plan.op_timeout_s + 5.0, saving_timeout_s=plan.checkpoint_timeout_s),
+            limits=Limits(
+                park_timeout_s=plan.op_timeout_s + 5.0,
+                saving_timeout_s=plan.checkpoint_timeout_s,
+                failed_checkpoints_max=plan.max_failed_checkpoints,
+            ),
             incarnation=incarnation,
             first_epoch=checkpoints.epoch_used + 1,
             durable_step=checkpoints.durable_step,

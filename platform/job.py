@@ -252,6 +252,7 @@ def make_plan(
         resume=run.resume,
         num_to_keep=checkpoint.num_to_keep,
         full_every=checkpoint.full_every,
+        max_failed_checkpoints=checkpoint.max_failed,
         data_fingerprint=train.order.fingerprint(),
         check_fingerprint=train.order.check_fingerprint,
         op_timeout_s=timeouts.op_timeout_s,

@@ -32,6 +32,8 @@ class RunPlan:
     num_to_keep: int | None = 2
     #: A full checkpoint, then this many less one that hold what has changed since the one before.
     full_every: int = 1
+    #: Checkpoints in a row that may fail before the run ends; None: any number.
+    max_failed_checkpoints: int | None = None
     #: What identifies the data order (D2), and the check of a stored one against it.
     data_fingerprint: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     check_fingerprint: Callable[[Mapping[str, Any]], None] = lambda stored: None

@@ -171,3 +171,28 @@ def test_interrupted_driver_leaves_no_training_thread_and_torch_as_it_was(data, 
         thread.join(10.0)
         assert not thread.is_alive(), thread
     assert torch.get_num_threads() == threads and torch.equal(torch.get_rng_state(), state)
+
+
+def test_run_with_incremental_checkpoints_resumes_from_a_chain_bit_for_bit(data, tmp_path):
+    """K3 through the real controller, worker and trainer; the run goes on from whatever link is the newest."""
+    whole = train(data, tmp_path / "whole", 30)
+    checkpoint = {"full_every": 3, "every_steps": 2, "num_to_keep": 2}
+    parents = []
+    for max_steps in (14, 23, 30):
+        parts = train(data, tmp_path / "parts", max_steps, checkpoint=checkpoint)
+        infos = list_checkpoints(str(tmp_path / "parts" / "run"))
+        assert all(info.state.value == "complete" for info in infos)
+        parents += [info.parent for info in infos]
+    assert any(parents), "no checkpoint was incremental"
+    one, two = contents(whole.checkpoint, tmp_path / "a"), contents(parts.checkpoint, tmp_path / "b")
+    for name in (name for name in one if not name.endswith(".parquet")):
+        assert one[name] == two[name], name
+    for folder in {Path(name).parent.name for name in one if name.endswith(".parquet")}:
+        assert rows(tmp_path / "a" / folder) == rows(tmp_path / "b" / folder), folder
+
+
+def rows(folder: Path) -> dict[str, list]:
+    """All rows of an exported table, by id; a chain has other files than a full checkpoint."""
+    import pyarrow.dataset as ds
+
+    return ds.dataset(folder, format="parquet").to_table().sort_by("id").to_pydict()
