@@ -13,7 +13,7 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -29,6 +29,8 @@ from shoal.kernels.transport_nccl import NcclTransport
 from shoal.kernels.transport_shm import ShmTransport, shm_available
 
 TRANSPORTS = ("auto", "shm", "gloo", "nccl")
+#: How soon forming ends once it is cancelled. Seconds.
+_CANCEL_INTERVAL_S = 0.05
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -146,23 +148,25 @@ class Groups:
         self._roll_call = None
 
 
-def form(spec: GroupSpec) -> Groups:
-    """Form the groups of an epoch; every rank calls it with the same spec. Blocks at most about ``form_timeout_s``.
+def form(spec: GroupSpec, is_cancelled: Callable[[], bool] = lambda: False) -> Groups:
+    """Form the groups of an epoch; every rank calls it with the same spec. Blocks at most about ``form_timeout_s``, and
+    a moment only once ``is_cancelled``.
 
     Raises ConfigError for a spec that cannot work, ExchangeTimeoutError naming the ranks that did not come or did not
-    finish, PeerError when the store cannot be reached, CapacityError when /dev/shm is too small.
+    finish, PeerError when it was cancelled or the store cannot be reached, CapacityError when /dev/shm is too small.
     """
     spec.validate()
     if spec.world_size == 1:
         return Groups(spec, LoopbackTransport())
-    return _Former(spec).form()
+    return _Former(spec, is_cancelled).form()
 
 
 class _Former:
     """The steps of forming, sharing one deadline."""
 
-    def __init__(self, spec: GroupSpec) -> None:
+    def __init__(self, spec: GroupSpec, is_cancelled: Callable[[], bool]) -> None:
         self.spec = spec
+        self.is_cancelled = is_cancelled
         self.deadline = time.monotonic() + spec.form_timeout_s
         self.prefix = f"{run_hash(spec.run):016x}/{spec.epoch}"
         self.sockets: list[socket.socket] = []
@@ -207,6 +211,7 @@ class _Former:
                 waiting = {rank for rank in waiting if not self.store.check([f"{name}/{rank}"])}
                 if not waiting:
                     return
+                self._check_cancelled()
                 if time.monotonic() >= self.deadline:
                     raise ExchangeTimeoutError(
                         f"forming epoch {spec.epoch} of run {spec.run!r} on rank {spec.rank}: {name_ranks(waiting)} "
@@ -215,6 +220,10 @@ class _Former:
                 time.sleep(0.002)
         except (dist.DistError, dist.DistNetworkError, dist.DistStoreError) as error:
             raise self._store_error(error) from error
+
+    def _check_cancelled(self) -> None:
+        if self.is_cancelled():
+            raise PeerError(f"forming epoch {self.spec.epoch} of run {self.spec.run!r} was given up")
 
     def remaining_s(self) -> float:
         return max(0.1, self.deadline - time.monotonic())
@@ -254,7 +263,9 @@ class _Former:
 
         thread = threading.Thread(target=work, name=f"shoal-form-{name}", daemon=True)
         thread.start()
-        thread.join(self.remaining_s())
+        while thread.is_alive() and time.monotonic() < self.deadline:
+            self._check_cancelled()
+            thread.join(_CANCEL_INTERVAL_S)
         if outcome and not isinstance(outcome[0], BaseException):
             return outcome[0]
         self._sign_and_explain(f"{name}-failed", outcome[0] if outcome else None)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+from collections.abc import Callable
 
 from shoal.actors.groups import Groups, GroupSpec, form, run_hash
 from shoal.actors.messages import View
@@ -44,10 +45,13 @@ class OpenView:
         options: OpenOptions,
         *,
         form_timeout_s: float,
+        is_cancelled: Callable[[], bool] = lambda: False,
     ) -> None:
-        """Form the groups of ``view`` with all its members, and plan its steps. Blocks; any thread.
+        """Form the groups of ``view`` with all its members, and plan its steps. Blocks, until ``is_cancelled``; any
+        thread.
 
-        Raises ExchangeTimeoutError naming the ranks that did not come, PeerError when the store is out of reach.
+        Raises ExchangeTimeoutError naming the ranks that did not come, PeerError when it was cancelled or the store is
+        out of reach.
         """
         self.view, self.rank = view, rank
         self._model_tables, self._store, self._options = model_tables, store, options
@@ -65,7 +69,8 @@ class OpenView:
                 bind_address=options.bind_address if len(set(view.hosts)) > 1 else "",
                 form_timeout_s=form_timeout_s,
                 timeout_s=options.op_timeout_s,
-            )
+            ),
+            is_cancelled,
         )
         try:
             self.plan = StepPlan(

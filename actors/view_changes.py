@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -101,6 +102,8 @@ class ViewChanges:
         self._metrics_before: BinaryMetrics | None = None
         #: Step -> training state of this rank at that snapshot.
         self._snapshots: dict[int, TrainerSnapshot] = {}
+        #: What is under way is to end soon, with an error.
+        self._is_broken = threading.Event()
 
     @property
     def step(self) -> int:
@@ -112,6 +115,7 @@ class ViewChanges:
     def join(self, view: View, restore: Restore | None) -> None:
         """Enter the run's first view, from step 0 or from a checkpoint; returns when all ranks have."""
         rank = self._rank_in(view)
+        self._is_broken.clear()
         self.timings = {}
         take_roles(self.worker_id, self.view, view)
         if self._replicator is not None:
@@ -320,6 +324,7 @@ class ViewChanges:
         self.park()
         rank = view.rank_of(self.worker_id)
         self.timings, self._metrics_before = {}, None
+        self._is_broken.clear()
         take_roles(self.worker_id, self.view, view)
         replicator.expect(view)
         if rank is None:
@@ -458,6 +463,7 @@ class ViewChanges:
 
     def abort_exchange(self, reason: str) -> None:
         """From any thread: break the groups this worker is in, so that its step-loop thread comes to a boundary."""
+        self._is_broken.set()  # groups that are being formed just now
         opened, preparation = self.current, self.preparation
         if opened is not None:
             opened.abort(reason)
@@ -531,7 +537,13 @@ class ViewChanges:
 
     def _open(self, view: View, rank: int, form_timeout_s: float) -> OpenView:
         return OpenView(
-            view, rank, self._model_tables, self.host.store, self._open_options, form_timeout_s=form_timeout_s
+            view,
+            rank,
+            self._model_tables,
+            self.host.store,
+            self._open_options,
+            form_timeout_s=form_timeout_s,
+            is_cancelled=self._is_broken.is_set,
         )
 
     def _rank_in(self, view: View) -> int:
