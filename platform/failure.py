@@ -211,16 +211,25 @@ class Wait:
     reason: str
 
 
-def decide_loss(state: LossState, config: FailureConfig, *, min_workers: int, is_elastic: bool) -> Resume | Wait | Stop:
+def decide_loss(
+    state: LossState,
+    config: FailureConfig,
+    *,
+    min_workers: int,
+    is_elastic: bool,
+    max_workers: int | None = None,
+) -> Resume | Wait | Stop:
     """How the run goes on after a loss: ``on_loss``, with the reason. Asked again whenever ``state`` changes.
 
     ``shrink`` takes no new worker that it can do without, for rows would have to be sent to it first; the cluster's
-    room is used afterwards. ``standby`` and ``replace`` fill lost ranks, so that the number of workers stays (F9).
+    room is used afterwards. ``standby`` and ``replace`` fill lost ranks, so that the number of workers stays (F9), but
+    not beyond ``max_workers``: a lost worker that was to leave anyway is not waited for, since nobody asks for another.
     """
     policy = config.loss_policy(is_elastic=is_elastic)
     num_left, num_lost = len(state.survivors), len(state.lost)
     num_needed = max(1, min_workers - num_left) if num_left == 0 else max(0, min_workers - num_left)
-    num_wanted = num_needed if policy == "shrink" else max(num_needed, num_lost)
+    num_filled = num_lost if max_workers is None else min(num_lost, max_workers - num_left)
+    num_wanted = num_needed if policy == "shrink" else max(num_needed, num_filled)
     num_taken = min(num_wanted, len(state.ready))
     found = f"{num_left} of {num_left + num_lost} workers left, {num_taken} new ones take part"
     if num_taken == num_wanted:

@@ -190,7 +190,7 @@ def decide_members(
     survivors = tuple(m.worker_id for m in base.members if roster.get(m.worker_id) is not None)
     lost = tuple(m.worker_id for m in base.members if roster.get(m.worker_id) is None)
     ready = tuple(e.worker_id for e in roster.spares(base) if e.drain_at_s is None)
-    least, _ = worker_bounds(setting.scaling, setting.target)
+    least, most = worker_bounds(setting.scaling, setting.target)
     if setting.is_stopping:
         # Whoever is left takes the last checkpoint; nobody is waited for.
         members = survivors or ready[:1]
@@ -202,7 +202,7 @@ def decide_members(
         waited_s=now_s - incident.began_s,
     )
     is_elastic = setting.scaling.is_elastic or setting.target is not None
-    return decide_loss(state, setting.failure, min_workers=least, is_elastic=is_elastic)
+    return decide_loss(state, setting.failure, min_workers=least, max_workers=most, is_elastic=is_elastic)
 
 
 def decide_recovery(

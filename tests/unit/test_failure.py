@@ -202,6 +202,14 @@ def test_replace_waits_for_a_new_worker_and_gives_it_the_lost_place():
     assert isinstance(done, Resume) and done.members == ("a", "b", "x") and done.replaced == {"x": "c"}  # 6
 
 
+def test_replace_waits_for_nobody_beyond_the_operators_target():
+    state = LossState(survivors=("a", "b"), lost=("c",))
+    config = FailureConfig(on_loss="replace")
+    decision = decide_loss(state, config, min_workers=1, max_workers=2, is_elastic=True)
+    assert isinstance(decision, Resume) and decision.members == ("a", "b")
+    assert isinstance(decide_loss(state, config, min_workers=1, max_workers=3, is_elastic=True), Wait)
+
+
 def test_replace_shrinks_after_its_timeout_if_the_minimum_allows():
     shrunk = react("replace", waited_s=60)
     assert isinstance(shrunk, Resume) and shrunk.members == ("a", "b") and "within 60 s" in shrunk.reason
