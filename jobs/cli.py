@@ -19,6 +19,7 @@ from typing import NoReturn
 import shoal
 from shoal.jobs import (
     cli_attach,
+    cli_chaos,
     cli_ckpt,
     cli_config,
     cli_data,
@@ -48,6 +49,7 @@ COMMANDS: dict[str, ModuleType] = {
     "ckpt": cli_ckpt,
     "data": cli_data,
     "doctor": cli_doctor,
+    "chaos": cli_chaos,
     "quickstart": cli_quickstart,
     "synth": cli_synth,
     "simulate": cli_simulate,

@@ -20,6 +20,7 @@ from shoal.jobs.connection import connected
 from shoal.jobs.progress import Progress
 from shoal.jobs.result import Collector, Result, make_result
 from shoal.kernels.errors import ClusterError, ConfigError
+from shoal.kernels.faults import Schedule
 from shoal.platform.config import (
     DataConfig,
     JobConfig,
@@ -104,12 +105,19 @@ class ElasticTrainer:
             run=config.run,
         )
 
-    def fit(self, *, progress: Progress | None = None, on_record: Callable[[Any], None] | None = None) -> Result:
+    def fit(
+        self,
+        *,
+        progress: Progress | None = None,
+        on_record: Callable[[Any], None] | None = None,
+        schedule: Schedule | None = None,
+    ) -> Result:
         """Train to the end, or resume and train to the end; returns when all files are written.
 
         Args:
             progress: where progress is shown; None: a bar on a terminal, plain lines elsewhere.
             on_record: also given every ProgressRecord, evaluation record and event (kind, fields).
+            schedule: what goes wrong on purpose (``shoal chaos``), on a Ray cluster.
 
         Raises the error that ended the run: DataError, BadIdError, CheckpointError, ClusterError, ... KeyboardInterrupt
         when interrupted twice.
@@ -125,7 +133,7 @@ class ElasticTrainer:
                 plan = self._plan(train, evaluation, train.local_feed)
                 report = run_in_process(plan, collector)
             else:
-                report = self._fit_on_ray(train, evaluation, collector)
+                report = self._fit_on_ray(train, evaluation, collector, schedule)
         return make_result(config.run.run_dir, report, collector)
 
     def scale(self, num_workers: int) -> str:
@@ -140,7 +148,9 @@ class ElasticTrainer:
         plan = make_plan(config, self._build_model, train, evaluation, feed)
         return dataclasses.replace(plan, record=record)
 
-    def _fit_on_ray(self, train: Source, evaluation: Source | None, collector: Collector) -> RunReport:
+    def _fit_on_ray(
+        self, train: Source, evaluation: Source | None, collector: Collector, schedule: Schedule | None
+    ) -> RunReport:
         import ray
 
         from shoal.actors.runtime import actor_name
@@ -158,6 +168,7 @@ class ElasticTrainer:
             feeder = actor_name(config.run.name, "feeder")
             controller = actor_name(config.run.name, "controller")
             plan = self._plan(train, evaluation, RayFeedMaker(train, feeder))
+            plan = dataclasses.replace(plan, worker=dataclasses.replace(plan.worker, faults=schedule))
             bundle = {"CPU": scaling.cpus_per_worker, **scaling.custom_resources}
             if scaling.use_gpu:
                 bundle["GPU"] = scaling.gpus_per_worker
@@ -165,7 +176,7 @@ class ElasticTrainer:
                 bundle["memory"] = float(scaling.memory_per_worker)
             cluster = ClusterSpec(
                 bundle=bundle,
-                start_feeder=FeederMaker(train, feeder, controller),
+                start_feeder=FeederMaker(train, feeder, controller, schedule=schedule),
                 orphan_s=config.run.failure.orphan_s,
                 driver_grace_s=config.run.failure.driver_grace_s,
             )

@@ -227,9 +227,18 @@ class _Armed:
         self._is_braking = schedule.brake_s > 0
         self._cut_off_until = 0.0
         self._lock = threading.Lock()
+        self._sign_in()
 
     def set_roles(self, roles: Collection[str]) -> None:
         self._roles = frozenset(roles)
+        self._sign_in()
+
+    def _sign_in(self) -> None:
+        """Say who this process is, for whoever watches the run from outside."""
+        path = Path(self._schedule.folder, f"process-{self._process}.json")
+        temporary = path.with_suffix(f".{os.getpid()}")
+        temporary.write_text(json.dumps({"pid": os.getpid(), "roles": sorted(self._roles)}), encoding="utf-8")
+        temporary.rename(path)
 
     def reach(self, name: str) -> bool:
         if self._is_braking and name == BRAKE_POINT:
@@ -338,6 +347,15 @@ def read_fired(schedule: Schedule) -> tuple[Fired, ...]:
             Fired(index=index, fault=fault, process=text["process"], pid=int(text["pid"]), time=float(text["time"]))
         )
     return tuple(found)
+
+
+def read_processes(schedule: Schedule) -> dict[str, tuple[int, frozenset[str]]]:
+    """Name -> (process number, roles) of the last process that obeyed the schedule under that name; it may be dead."""
+    found = {}
+    for path in sorted(Path(schedule.folder).glob("process-*.json")):
+        text = json.loads(path.read_text(encoding="utf-8"))
+        found[path.stem.removeprefix("process-")] = (int(text["pid"]), frozenset(text["roles"]))
+    return found
 
 
 def release(schedule: Schedule) -> None:

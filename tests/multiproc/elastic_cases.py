@@ -50,6 +50,8 @@ OP_TIMEOUT_S = 3.0
 BRAKE_S = 0.1
 #: A view is left alone for this long before the next provocation.
 SETTLED_S = 0.5
+#: A number of workers that was asked for is waited for this long.
+PATIENCE_S = 15.0
 STEPS_IDENTICAL = 140
 NUM_ROWS, BATCH_ROWS, EPOCHS = 512, 32, 8
 WORKERS_MAX = 4
@@ -198,6 +200,7 @@ class ElasticRun:
         self.plan, self.nursery, self.run, self.schedule, self.limit_s = plan, nursery, run, schedule, limit_s
         self.provocations: list[str] = []
         self._is_released = not plan.faults
+        self._wanted = 0
         self._quiet_since, self._last = time.monotonic(), (RunPhase.STARTING, -1)
 
     def drive(self) -> Outcome:
@@ -226,7 +229,8 @@ class ElasticRun:
         if now != self._last:
             self._last, self._quiet_since = now, time.monotonic()
         is_settled = report.phase is RunPhase.RUNNING and time.monotonic() - self._quiet_since > SETTLED_S
-        if waiting and is_settled and report.step > PROTECT_EVERY:
+        is_done = self._wanted in (0, view.world_size) or time.monotonic() - self._quiet_since > PATIENCE_S
+        if waiting and is_settled and is_done and report.step > PROTECT_EVERY:
             self._provoke(waiting, view)
 
     def _provoke(self, waiting: Sequence[Fault], view: View) -> None:
@@ -236,7 +240,8 @@ class ElasticRun:
         match provocation:
             case Provocation.GROW | Provocation.SHRINK:
                 change = 1 if provocation is Provocation.GROW else -1
-                self.nursery.ask("scale", min(WORKERS_MAX, max(2, view.world_size + change)))
+                self._wanted = min(WORKERS_MAX, max(2, view.world_size + change))
+                self.nursery.ask("scale", self._wanted)
             case Provocation.REBALANCE:
                 self.nursery.ask("rebalance")
             case Provocation.DRAIN:
