@@ -30,7 +30,8 @@ from ray.util.placement_group import (
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from shoal.actors.messages import Holdings, Order, SetBase, WorkerInfo, WorkerPoll
-from shoal.actors.worker import Worker, WorkerSpec
+from shoal.actors.worker import Worker
+from shoal.actors.worker_spec import WorkerSpec
 
 logger = logging.getLogger(__name__)
 

@@ -24,7 +24,7 @@ import torch
 from torch import nn
 
 from shoal.actors import protocol_messages as pm
-from shoal.actors.dense import DenseOptimizerSpec, DenseReplica
+from shoal.actors.dense import DenseReplica
 from shoal.actors.embedding import lazy_tables
 from shoal.actors.failures import describe_failure, is_peer_trouble
 from shoal.actors.feed import Assignment, BatchSource
@@ -52,85 +52,18 @@ from shoal.actors.session import Session
 from shoal.actors.shard_host import Restore, ShardHost
 from shoal.actors.sharded import describe_model
 from shoal.actors.snapshot_writer import SnapshotWriter
-from shoal.actors.trainer import LearningRates, LoopSpec, Trainer
+from shoal.actors.trainer import Trainer
 from shoal.actors.view_changes import ChangeOptions, ViewChanges
+from shoal.actors.worker_spec import Seat, WorkerSpec
 from shoal.kernels import faults
 from shoal.kernels.errors import CapacityError, ClusterError
-from shoal.kernels.faults import Schedule
 from shoal.kernels.frame import Flag
-from shoal.kernels.spec import IdPolicy, TableSpec
-from shoal.kernels.tables import BaseEmbeddingConfig
 
 logger = logging.getLogger(__name__)
 
 _NEVER_S = 1e12
 #: Fewest steps between two snapshots while a view change is prepared: each costs the steps after it some copying.
 _HASTE_STEPS = 4
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Seat:
-    """A worker's place in a view, as its feed needs it."""
-
-    rank: int
-    world_size: int
-    shares: tuple[float, ...]
-    start_step: int
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class ElasticSpec:
-    """How a worker takes part in view changes and recoveries; None in its WorkerSpec: its world never changes."""
-
-    #: Steps between snapshots whose changes go to the buddies (F3); None: only while a view change is prepared.
-    protect_every_steps: int | None = 50
-    #: Take them in views without buddies too (partial recovery).
-    has_local_snapshots: bool = False
-    #: Bytes per second that copies may take while training goes on; 0: unlimited.
-    copy_bytes_per_s: float = 0.0
-    #: V2: rounds of changes before it is decided whether a view change is worth its pause, and how long that may be.
-    copy_rounds_max: int = 8
-    pause_max_s: float = 2.0
-    #: Forming the groups of a view, and what a cutover or a recovery copies.
-    form_timeout_s: float = 30.0
-    copy_timeout_s: float = 60.0
-    #: F7: without a poll for this long nothing is written to storage.
-    write_lease_s: float = 30.0
-    #: F8: without a poll for this long all ranks park at one named step; for that long, the worker ends.
-    lease_s: float = 60.0
-    orphan_s: float = 300.0
-    #: Bound on the bytes of saved row versions (C3); None: unbounded.
-    version_bytes_max: int | None = None
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class WorkerSpec:
-    """Everything a worker needs to know of its job; the same for all workers of a run, picklable."""
-
-    run: str
-    build_model: Callable[[], nn.Module]
-    #: The job's settings applied to a table's config.
-    make_table: Callable[[BaseEmbeddingConfig], TableSpec]
-    policies: Mapping[str, IdPolicy]
-    learning_rates: Callable[[Sequence[TableSpec]], LearningRates]
-    dense_optimizer: DenseOptimizerSpec
-    loop: LoopSpec
-    train_feed: Callable[[Seat], BatchSource]
-    eval_feed: Callable[[Seat], BatchSource] | None
-    #: The run's folder (``shoal.platform.storage.Storage``).
-    storage: Any
-    #: (epoch, step) -> the checkpoint's folder within ``storage``.
-    checkpoint_directory: Callable[[int, int], str]
-    checkpoint_bytes_per_s: float = 0.0
-    num_threads: int = 1
-    op_timeout_s: float = 10.0
-    start_timeout_s: float = 180.0
-    checkpoint_timeout_s: float = 3600.0
-    #: How long a feed may take for a batch.
-    feed_timeout_s: float = 300.0
-    elastic: ElasticSpec | None = None
-    #: What goes wrong on purpose (``shoal chaos``).
-    faults: Schedule | None = None
 
 
 class Worker:

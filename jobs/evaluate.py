@@ -12,7 +12,8 @@ from typing import Any
 from shoal.actors.feed import BatchSource
 from shoal.actors.messages import Member, View
 from shoal.actors.shard_host import Restore
-from shoal.actors.worker import Seat, Worker, WorkerSpec
+from shoal.actors.worker import Worker
+from shoal.actors.worker_spec import Seat, WorkerSpec
 from shoal.kernels.errors import CheckpointError, ConfigError
 from shoal.platform.checkpoint import decide_resume, list_checkpoints
 from shoal.platform.config import JobConfig

@@ -14,7 +14,7 @@ from typing import Any, TypeAlias
 from torch import nn
 
 from shoal.actors.feed import BatchSource
-from shoal.actors.worker import Seat
+from shoal.actors.worker_spec import Seat
 from shoal.jobs import live
 from shoal.jobs.connection import connected
 from shoal.jobs.progress import Progress

@@ -8,7 +8,7 @@ import time
 from typing import Any
 
 from shoal.actors.feed import Assignment, BatchSource
-from shoal.actors.worker import Seat
+from shoal.actors.worker_spec import Seat
 from shoal.kernels import faults
 from shoal.kernels.errors import ClusterError
 from shoal.platform.feeder import Feeder

@@ -17,7 +17,7 @@ from shoal.actors.dataset import Dataset, scan_dataset
 from shoal.actors.dense import DenseOptimizerSpec
 from shoal.actors.feed import Assignment, BatchSource, LocalFeed
 from shoal.actors.trainer import LoopSpec
-from shoal.actors.worker import ElasticSpec, Seat, WorkerSpec
+from shoal.actors.worker_spec import ElasticSpec, Seat, WorkerSpec
 from shoal.kernels.errors import ConfigError
 from shoal.kernels.schema import Schema
 from shoal.kernels.spec import IdPolicy, TableSpec

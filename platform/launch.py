@@ -14,7 +14,7 @@ from shoal.actors.messages import Holdings, Order, SetBase, WorkerInfo, WorkerPo
 from shoal.kernels.errors import ClusterError
 
 if TYPE_CHECKING:
-    from shoal.actors.worker import WorkerSpec
+    from shoal.actors.worker_spec import WorkerSpec
 
 
 class WorkerGoneError(ClusterError):

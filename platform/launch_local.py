@@ -12,7 +12,8 @@ from typing import Any
 import torch
 
 from shoal.actors.messages import Holdings, Order, SetBase, WorkerInfo, WorkerPoll
-from shoal.actors.worker import Worker, WorkerSpec
+from shoal.actors.worker import Worker
+from shoal.actors.worker_spec import WorkerSpec
 from shoal.platform.controller import Controller
 from shoal.platform.driver import raise_failure, watch
 from shoal.platform.launch import Capacity, LaunchEvent, LaunchFailed, Ready, WorkerHandle

@@ -32,7 +32,7 @@ from shoal.actors.runtime import (
     release_group,
     reserve,
 )
-from shoal.actors.worker import WorkerSpec
+from shoal.actors.worker_spec import WorkerSpec
 from shoal.kernels.errors import ClusterError
 from shoal.platform.launch import (
     Capacity,

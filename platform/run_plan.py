@@ -7,7 +7,7 @@ import uuid
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from shoal.actors.worker import WorkerSpec
+from shoal.actors.worker_spec import WorkerSpec
 from shoal.platform.config import ScalingConfig
 from shoal.platform.config_failure import FailureConfig
 from shoal.platform.placement import ShardingType

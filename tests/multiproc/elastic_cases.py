@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from shoal.actors.dense import DenseOptimizerSpec
 from shoal.actors.embedding import EmbeddingBagCollection
 from shoal.actors.messages import View
-from shoal.actors.worker import ElasticSpec, WorkerSpec
+from shoal.actors.worker_spec import ElasticSpec, WorkerSpec
 from shoal.kernels import faults
 from shoal.kernels.batch import Batch
 from shoal.kernels.faults import Fault, Fired, Schedule, read_fired

@@ -20,7 +20,8 @@ from typing import Any
 
 from shoal.actors.groups import host_store
 from shoal.actors.messages import Holdings, Order, WorkerInfo, WorkerPoll
-from shoal.actors.worker import Worker, WorkerSpec
+from shoal.actors.worker import Worker
+from shoal.actors.worker_spec import WorkerSpec
 from shoal.kernels.errors import ClusterError
 from shoal.platform.controller import Controller
 from shoal.platform.launch import (

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from shoal.actors.dense import DenseOptimizerSpec
 from shoal.actors.embedding import EmbeddingBagCollection, EmbeddingCollection
 from shoal.actors.trainer import LoopSpec
-from shoal.actors.worker import Seat, WorkerSpec
+from shoal.actors.worker_spec import Seat, WorkerSpec
 from shoal.kernels.batch import Batch
 from shoal.kernels.rowstore import initial_rows
 from shoal.kernels.spec import OptimizerKind, OptimizerSpec, PoolingType, TableSpec

@@ -21,7 +21,8 @@ from world import dump
 from shoal.actors.feed import BatchSource
 from shoal.actors.groups import host_store
 from shoal.actors.messages import Holdings, Order, WorkerInfo, WorkerPoll
-from shoal.actors.worker import Seat, Worker, WorkerSpec
+from shoal.actors.worker import Worker
+from shoal.actors.worker_spec import Seat, WorkerSpec
 from shoal.kernels.errors import ClusterError
 from shoal.platform.launch import Capacity, LaunchEvent, LaunchFailed, Placed, Ready, WorkerHandle
 

@@ -35,7 +35,7 @@ from shoal.actors.messages import (
     WorkerPhase,
     WorkerStatus,
 )
-from shoal.actors.worker import ElasticSpec, WorkerSpec
+from shoal.actors.worker_spec import ElasticSpec, WorkerSpec
 from shoal.kernels.spec import OptimizerKind, OptimizerSpec
 from shoal.platform.membership import NewMember, ViewSpec, plan_view
 from shoal.platform.recovery import RecoveryMode, plan_recovery

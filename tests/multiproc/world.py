@@ -10,7 +10,8 @@ from typing import Any
 
 from shoal.actors.groups import host_store
 from shoal.actors.messages import Member, View, WorkerPhase
-from shoal.actors.worker import Worker, WorkerSpec
+from shoal.actors.worker import Worker
+from shoal.actors.worker_spec import WorkerSpec
 from shoal.platform.placement import plan_placement
 
 

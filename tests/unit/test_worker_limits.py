@@ -12,7 +12,8 @@ import parity
 import world as worlds
 
 from shoal.actors.messages import WorkerPhase
-from shoal.actors.worker import ElasticSpec, Worker
+from shoal.actors.worker import Worker
+from shoal.actors.worker_spec import ElasticSpec
 from shoal.kernels.spec import OptimizerKind, OptimizerSpec
 
 SGD = OptimizerSpec(kind=OptimizerKind.SGD, lr=0.1)
