@@ -122,7 +122,9 @@ class Setting:
 
 def park_order(attempt: Attempt, entry: WorkerEntry, reason: str) -> Park | None:
     """While collecting: everybody closes all epochs below the attempt's, and says what it holds."""
-    return None if entry.fence >= attempt.epoch else Park(epoch=attempt.epoch, reason=reason)
+    is_at_rest = entry.phase in (WorkerPhase.PARKED, WorkerPhase.LEFT, WorkerPhase.FINISHED, WorkerPhase.STARTING)
+    # A worker that is at work may have closed those epochs by itself, when it came to its view.
+    return None if is_at_rest and entry.fence >= attempt.epoch else Park(epoch=attempt.epoch, reason=reason)
 
 
 def recover_order(attempt: Attempt, entry: WorkerEntry) -> Recover | None:
