@@ -83,7 +83,7 @@ class Scenario:
         num_standby = 1 if on_loss == "standby" else 0
         slots_per_host = -(-(workers_max + 2 + num_standby) // num_hosts)
         num_slots = num_hosts * slots_per_host
-        if Cause.CAPACITY in (pair[0], pair[2]):
+        if Cause.CAPACITY in (pair[0], pair[2]) and pair[0] is not Cause.REPLACE:  # which needs room for a new worker
             num_slots = rng.randint(workers_min, workers_max - 1)
         faults = _faults(rng, pair)
         return Scenario(

@@ -393,8 +393,8 @@ class SimWorker(Process):
             if self.saving:
                 self.world.after(0.05, self, ended)
                 return
+            # The groups stay: a peer may not have heard yet how the last exchange went.
             self.summary = {"step": self.state.step}
-            self._break_groups()
             self._finish(token, LoopEnded(self.state.step))
 
         every = self.history.spec.checkpoint_every_steps
