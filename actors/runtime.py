@@ -60,6 +60,7 @@ def create_actor(
     memory: int | None = None,
     resources: Mapping[str, float] | None = None,
     group: PlacementGroup | None = None,
+    is_here: bool = False,
     max_concurrency: int = 4,
     max_restarts: int = 0,
     lifetime: str | None = "detached",
@@ -67,9 +68,12 @@ def create_actor(
 ) -> Any:
     """Start ``cls(*args, **kwargs)`` as a named actor; returns its handle. Raises ValueError if the name is taken.
 
-    Methods marked with ``QUICK`` are answered by threads of their own, whatever the others are busy with (F2).
+    ``is_here``: on the caller's node, as long as that lives. Methods marked with ``QUICK`` are answered by threads of
+    their own, whatever the others are busy with (F2).
     """
-    strategy = PlacementGroupSchedulingStrategy(placement_group=group) if group is not None else None
+    strategy: Any = PlacementGroupSchedulingStrategy(placement_group=group) if group is not None else None
+    if is_here:
+        strategy = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=True)
     return (
         ray.remote(concurrency_groups={QUICK: QUICK_THREADS})(cls)  # type: ignore[call-overload]
         .options(

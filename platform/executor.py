@@ -322,6 +322,11 @@ class Executor:
         if answer.holdings is not None:
             self._ask.discard(worker_id)
         events: list[Event] = [PartWritten(now_s=now_s, part=part) for part in poll.parts]
+        if poll.status.drain_s is not None:  # before the status, which says it too, but without a reason
+            reason = f"worker {worker_id} got a SIGTERM"
+            events.append(
+                DrainNotice(now_s=now_s, worker_ids=(worker_id,), deadline_s=poll.status.drain_s, reason=reason)
+            )
         events.append(
             StatusSeen(
                 now_s=now_s,
@@ -332,11 +337,6 @@ class Executor:
                 summary=poll.summary if poll.status.phase is not WorkerPhase.FAILED else None,
             )
         )
-        if poll.status.drain_s is not None:
-            reason = f"worker {worker_id} got a SIGTERM"
-            events.append(
-                DrainNotice(now_s=now_s, worker_ids=(worker_id,), deadline_s=poll.status.drain_s, reason=reason)
-            )
         return events
 
     def _lost(self, worker_id: str, reason: str, now_s: float) -> list[Event]:

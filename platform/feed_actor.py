@@ -91,6 +91,7 @@ class FeederMaker:
             self.source.order,
             None,
             max_concurrency=num_workers + 4,  # every worker may wait in a call of its own
+            is_here=True,  # with the controller, which starts it
             max_restarts=-1,  # it has no state that it cannot read again
             **options,
         )

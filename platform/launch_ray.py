@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import math
+import socket
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -51,9 +52,10 @@ logger = logging.getLogger(__name__)
 class RayHandle:
     """A worker actor."""
 
-    def __init__(self, worker_id: str, actor: Any) -> None:
+    def __init__(self, worker_id: str, actor: Any, is_node_lost: Callable[[], bool]) -> None:
         self.worker_id = worker_id
         self.actor = actor
+        self._is_node_lost = is_node_lost
 
     def describe(self, timeout_s: float) -> WorkerInfo:
         return self._get(self.actor.prepare.remote(), "prepare", timeout_s)
@@ -73,6 +75,10 @@ class RayHandle:
     def _get(self, reference: Any, what: str, timeout_s: float) -> Any:
         try:
             return ray.get(reference, timeout=timeout_s)
+        except ray.exceptions.ActorUnavailableError as error:
+            # Its process takes no connections. Ray waits 14 s before it says so of all that were on a lost node (2.60).
+            kind = WorkerGoneError if self._is_node_lost() else ClusterError
+            raise kind(f"worker {self.worker_id} cannot be reached: {told(error)}") from error
         except Exception as error:
             raise worker_error(self.worker_id, what, error, timeout_s) from error
 
@@ -82,8 +88,6 @@ def worker_error(worker_id: str, what: str, error: BaseException, timeout_s: flo
     if isinstance(error, ray.exceptions.GetTimeoutError):
         return ClusterError(f"worker {worker_id} did not answer {what} within {timeout_s:g} s")
     if isinstance(error, ray.exceptions.RayActorError):
-        if isinstance(error, ray.exceptions.ActorUnavailableError):
-            return ClusterError(f"worker {worker_id} cannot be reached: {told(error)}")
         return WorkerGoneError(f"worker {worker_id} died: {told(error)}")
     if isinstance(error, ray.exceptions.RayTaskError):
         return error.as_instanceof_cause()
@@ -116,6 +120,8 @@ class RayLauncher:
         #: Worker id -> the node its group is on, as far as that is known.
         self._nodes: dict[str, str] = {}
         self._kills: dict[str, Any] = {}
+        #: Worker id -> a call to it made before it was given up.
+        self._probes: dict[str, Any] = {}
         self._feeder: Any = None
         self._store: Any = None
         self._address = ("", 0)
@@ -154,7 +160,7 @@ class RayLauncher:
             info: WorkerInfo = ray.get(launch.preparing, timeout=10.0)
         except Exception as error:
             return LaunchFailed(worker_id=worker_id, error=worker_error(worker_id, "prepare", error, 10.0))
-        self._handles[worker_id] = RayHandle(worker_id, launch.actor)
+        self._handles[worker_id] = self._make_handle(worker_id, launch.actor)
         return Ready(worker_id=worker_id, info=info)
 
     def _create(self, worker_id: str, launch: _Launch) -> Any:
@@ -174,6 +180,9 @@ class RayLauncher:
             max_concurrency=4,
         )
 
+    def _make_handle(self, worker_id: str, actor: Any) -> RayHandle:
+        return RayHandle(worker_id, actor, lambda: self._is_node_lost(self._nodes.get(worker_id, "")))
+
     def _quietest_node(self) -> str | None:
         """Of the nodes with room, the one with the fewest workers of this run: hosts are used evenly."""
         free = {node: room for node, room in self._room().items() if room > 0}
@@ -190,6 +199,7 @@ class RayLauncher:
         group = self._groups.pop(worker_id, None)
         self._nodes.pop(worker_id, None)
         self._kills.pop(worker_id, None)
+        self._probes.pop(worker_id, None)
         if actor is not None:
             quietly(lambda: ray.kill(actor, no_restart=True))
         if group is not None:
@@ -201,12 +211,15 @@ class RayLauncher:
             return True
         node = self._nodes.get(worker_id, host)
         if worker_id not in self._kills:
+            self._probes[worker_id] = handle.actor.poll.remote()
             # A process that was stopped (SIGSTOP) does not hear Ray, whose handles call it dead all the same: another
             # process on its node ends it, and says so.
             self._kills[worker_id] = self._order_kill(worker_id, node, pid)
             quietly(lambda: ray.kill(handle.actor, no_restart=True))
         reference = self._kills[worker_id]
         if not any(entry["NodeID"] == node and entry["Alive"] for entry in ray.nodes()):
+            return True
+        if self._is_node_lost(node) and self._has_failed(worker_id):
             return True
         if not ray.wait([reference], timeout=0)[0]:
             return False
@@ -217,6 +230,36 @@ class RayLauncher:
             logger.debug("worker=%s action=kill error=%s", worker_id, error)
             self._kills[worker_id] = kill_process(node, pid)
             return False
+
+    def _is_node_lost(self, node: str) -> bool:
+        """Whether Ray has given the node up, or nothing listens where its raylet did: Ray notices after 14 s (2.60)."""
+        entry = next((entry for entry in ray.nodes() if entry["NodeID"] == node and entry["Alive"]), None)
+        if entry is None:
+            return bool(node)
+        try:
+            address = (entry["NodeManagerAddress"], entry["NodeManagerPort"])
+            socket.create_connection(address, timeout=0.2).close()
+        except ConnectionRefusedError:
+            return True
+        except OSError:  # no answer proves nothing: the network may be down
+            return False
+        return False
+
+    def _has_failed(self, worker_id: str) -> bool:
+        """Whether the process no longer takes connections either. A raylet takes its workers along, but a worker that
+        was stopped would outlive it."""
+        probe = self._probes.get(worker_id)
+        if probe is None:
+            return True
+        if not ray.wait([probe], timeout=0)[0]:
+            return False
+        try:
+            ray.get(probe, timeout=1.0)
+        except ray.exceptions.RayActorError:
+            return True
+        except Exception as error:
+            logger.debug("worker=%s probe=%s", worker_id, error)
+        return False
 
     def _order_kill(self, worker_id: str, node: str, pid: int) -> Any:
         """Through a worker on the same node, which answers in milliseconds, or else a new process there."""
@@ -231,7 +274,7 @@ class RayLauncher:
             worker_id = name.removeprefix(prefix)
             actor = find_actor(name) if is_worker_id(worker_id) else None
             if actor is not None:
-                self._handles[worker_id] = RayHandle(worker_id, actor)
+                self._handles[worker_id] = self._make_handle(worker_id, actor)
         for name, group in groups.items():
             worker_id = name.removeprefix(prefix)
             if worker_id in self._handles:

@@ -147,7 +147,8 @@ def run_on_ray(plan: RunPlan, cluster: ClusterSpec, on_item: Callable[[Any], Non
         logger.warning("run=%s ended what an earlier attempt had left: %s", plan.name, ", ".join(left))
     try:
         packed = Packed((plan, cluster))
-        actor = create_actor(ControllerActor, name, packed, max_concurrency=8, max_restarts=-1)
+        # With its driver, on the head as a rule: the loss of a node with workers then spares who deals with it.
+        actor = create_actor(ControllerActor, name, packed, max_concurrency=8, max_restarts=-1, is_here=True)
     except ValueError as error:
         raise ConfigError(taken) from error
     return _watch(actor, plan.name, on_item, plan.stop_timeout_s)

@@ -38,7 +38,7 @@ def make_plan(folder: Any, **changes: Any) -> RunPlan:
         "name": "run",
         "scaling": ScalingConfig(num_workers=2),
         "failure": FailureConfig(recovery="replicated", on_loss="shrink"),
-        "worker": SimpleNamespace(loop=SimpleNamespace(checkpoint_at_end=False)),
+        "worker": SimpleNamespace(loop=SimpleNamespace(checkpoint_at_end=False), faults=None),
         "storage": Storage(str(folder)),
         "steps_total": 10,
         "sharding": lambda table: ShardingType.ROW_WISE,
@@ -211,7 +211,7 @@ def test_stop_ends_the_run_in_good_order(tmp_path):
 
 def test_last_checkpoint_that_was_not_written_fails_the_run(tmp_path):
     launcher = FakeLauncher(FakeCluster())
-    plan = make_plan(tmp_path, worker=SimpleNamespace(loop=SimpleNamespace(checkpoint_at_end=True)))
+    plan = make_plan(tmp_path, worker=SimpleNamespace(loop=SimpleNamespace(checkpoint_at_end=True), faults=None))
     with running(plan, launcher) as run:
         view = run.view_of(2)
         cluster = launcher.cluster
