@@ -12,7 +12,7 @@ import queue
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
-from shoal.actors.messages import Order, Progress, SetBase, Start, View, WorkerInfo, WorkerPhase, WorkerStatus
+from shoal.actors.messages import Order, Prepare, Progress, SetBase, Start, View, WorkerInfo, WorkerPhase, WorkerStatus
 from shoal.kernels import faults
 from shoal.kernels.errors import ClusterError, ProtocolError, ShoalError
 from shoal.kernels.frame import Flag
@@ -183,6 +183,9 @@ class Executor:
             assert rank is not None
             restore = self._checkpoints.make_restore(self._start_step, worker_id, order.view.owned_by(rank))
             order = dataclasses.replace(order, restore=restore)
+        elif isinstance(order, Prepare):  # a joiner's feed looks ahead from about here
+            step = max((status.step for status in list(self.statuses.values())), default=0)
+            order = dataclasses.replace(order, step=step)
         if faults.reach("controller.order"):
             return
         try:
