@@ -19,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 import parity
 from processes import Paced, ProcessHandle
-from world import run_world
+from world import merge_metrics, run_world
 
 from shoal.actors.groups import host_store
 from shoal.actors.messages import (
@@ -41,7 +41,16 @@ from shoal.platform.membership import NewMember, ViewSpec, plan_view
 from shoal.platform.recovery import RecoveryMode, plan_recovery
 
 ADAGRAD = OptimizerSpec(kind=OptimizerKind.ADAGRAD, lr=0.1)
-STEPS = 1000
+STEPS = 600
+
+
+@dataclasses.dataclass(frozen=True)
+class Ending:
+    """What a run ends with."""
+
+    rows: dict[str, Any]
+    dense: dict[str, Any]
+    metrics: dict[str, Any]
 
 
 class Cast:
@@ -82,11 +91,11 @@ class Cast:
         self.view = self.plan(names)
         self.tell(Start(view=self.view), names)
 
-    def change(self, *names: str) -> View:
+    def change(self, *names: str, view: View | None = None) -> View:
         """A planned view change, from order to release."""
         assert self.view is not None
         old = [member.worker_id for member in self.view.members]
-        view = self.plan(names)
+        view = view or self.plan(names)
         everybody = list(dict.fromkeys([*old, *names]))
         # An order may be lost on a worker that is busy: it is given until a status shows its effect.
         until(lambda: self._have_begun(view, everybody), f"all prepare epoch {view.epoch}")
@@ -149,21 +158,23 @@ class Cast:
         self.view = decision.view
         return decision
 
-    def finish(self) -> tuple[dict[str, Any], dict[str, Any]]:
-        """(rows of all workers, dense state) at the end."""
+    def finish(self) -> Ending:
+        """Rows and metric bins of all workers, and the dense state, at the end."""
         assert self.view is not None
         names = [member.worker_id for member in self.view.members]
         Path(self.spec.train_feed.marker).unlink()  # type: ignore[attr-defined]
         until(lambda: all(self.status(n).phase is WorkerPhase.FINISHED for n in names), "training has ended", 120)
         rows: dict[str, Any] = {}
         dense: dict[str, Any] = {}
+        metrics = []
         for name in names:
             dumped = self.workers[name].dump()
+            metrics.append(dumped["metrics"])
             for table, mine in dumped["rows"].items():
                 assert not rows.setdefault(table, {}).keys() & mine.keys(), "two workers own a row"
                 rows[table].update(mine)
             dense = dumped["dense"]
-        return rows, dense
+        return Ending(rows, dense, merge_metrics(metrics))
 
     def close(self) -> None:
         for worker in self.workers.values():
@@ -202,8 +213,15 @@ def fixed_run(spec: WorkerSpec, world: int) -> Any:
     return run_world(world, [dataclasses.replace(spec, run="fixed", elastic=None, train_feed=feed)])[0]
 
 
-def close_to(ours: Any, expected: Any) -> None:
-    rows, dense = ours
+def assert_equal(ours: Ending, expected: Any) -> None:
+    """Bit for bit: weights, optimizer state, counts, dense state, metrics."""
+    assert ours.rows == expected.rows
+    assert all(np.array_equal(value, expected.dense[name]) for name, value in ours.dense.items())
+    assert all(bool((value == expected.metrics[name]).all()) for name, value in ours.metrics.items())
+
+
+def close_to(ours: Ending, expected: Any) -> None:
+    rows, dense = ours.rows, ours.dense
     assert rows.keys() == expected.rows.keys()
     for table in rows:
         assert rows[table].keys() == expected.rows[table].keys()
@@ -249,9 +267,29 @@ def test_a_replaced_worker_leaves_no_trace_in_the_numbers(make_spec):
         cast.reach(90, ["w0", "w2"])
         cast.workers["w0"].kill()
         cast.recover("w0", "w3")
-        rows, dense = cast.finish()
-        assert rows == expected.rows
-        assert all(np.array_equal(dense[name], expected.dense[name]) for name in dense)
+        assert_equal(cast.finish(), expected)
+    finally:
+        cast.close()
+
+
+@pytest.mark.parametrize("replicate", [False, True])
+def test_moving_row_blocks_leaves_no_trace_in_the_numbers(make_spec, replicate):
+    """S5, promise 2: k random migrations at a fixed world size, with and without buddies."""
+    spec = make_spec(f"move-{replicate}", protect_every_steps=5 if replicate else None)
+    expected = fixed_run(spec, 2)
+    cast = Cast(spec, replicate=replicate)
+    rng = np.random.default_rng(5)
+    try:
+        cast.launch("w0", "w1")
+        cast.start("w0", "w1")
+        for _ in range(3):
+            cast.reach(cast.status("w0").step + 10, ["w0", "w1"])
+            assert cast.view is not None
+            cast.epoch += 1
+            placement = {t: tuple(rng.integers(0, 2, len(o)).tolist()) for t, o in cast.view.placement.items()}
+            cast.change("w0", "w1", view=dataclasses.replace(cast.view, epoch=cast.epoch, placement=placement))
+        assert cast.status("w0").step < STEPS
+        assert_equal(cast.finish(), expected)
     finally:
         cast.close()
 
@@ -268,8 +306,6 @@ def test_a_view_that_is_aborted_leaves_no_trace(make_spec):
         cast.tell(Prepare(view=view), ["w0", "w1", "w2"])
         cast.reach(30, ["w0", "w1"])
         cast.tell(Abort(epoch=view.epoch, reason="test"), ["w0", "w1", "w2"])
-        rows, dense = cast.finish()
-        assert rows == expected.rows
-        assert all(np.array_equal(dense[name], expected.dense[name]) for name in dense)
+        assert_equal(cast.finish(), expected)
     finally:
         cast.close()

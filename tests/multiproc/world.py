@@ -8,10 +8,13 @@ import traceback
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
+
 from shoal.actors.groups import host_store
 from shoal.actors.messages import Member, View, WorkerPhase
 from shoal.actors.worker import Worker
 from shoal.actors.worker_spec import WorkerSpec
+from shoal.kernels.metrics import BinaryMetrics
 from shoal.platform.placement import plan_placement
 
 
@@ -25,6 +28,8 @@ class Outcome:
     summary: Mapping[str, Any] | None
     records: list[Any]
     collectives: int
+    #: Metric bins of all ranks together.
+    metrics: Any
     errors: list[str | None]
 
 
@@ -65,7 +70,7 @@ def run_one(spec: WorkerSpec, rank: int, world: int, epoch: int, store: Store, t
 
 
 def dump(worker: Worker) -> dict[str, Any]:
-    """Every row that the worker owns, and its dense state."""
+    """Every row that the worker owns, its dense state and its metric bins."""
     assert worker.shards is not None and worker.trainer is not None
     rows: dict[str, dict[int, tuple[bytes, bytes, int]]] = {}
     for index, table in enumerate(worker.model_tables.tables):
@@ -79,7 +84,9 @@ def dump(worker: Worker) -> dict[str, Any]:
                     int(part.count[i]),
                 )
     dense = {name: t.numpy().copy() for name, t in worker.trainer.dense.state_tensors().items()}
-    return {"rows": rows, "dense": dense}
+    # numpy: tensors would travel as open files of a process that may have ended.
+    metrics = {name: tensor.numpy().copy() for name, tensor in worker.trainer.metrics.state_dict().items()}
+    return {"rows": rows, "dense": dense, "metrics": metrics}
 
 
 def _rank_main(rank: int, world: int, cases: Sequence[WorkerSpec], store: Store, transport: str, out: Any) -> None:
@@ -122,6 +129,16 @@ def run_world(
     return [_merge([answers[(rank, e)] for rank in range(world)]) for e in range(len(cases))]
 
 
+def merge_metrics(states: Sequence[Any]) -> dict[str, Any]:
+    """The state of the metrics of all ranks together."""
+    merged = BinaryMetrics()
+    for state in states:
+        other = BinaryMetrics()
+        other.load_state_dict({name: torch.from_numpy(values) for name, values in state.items()})
+        merged.merge_(other)
+    return merged.state_dict()
+
+
 def _merge(results: Sequence[dict[str, Any]]) -> Outcome:
     rows: dict[str, dict[int, tuple[bytes, bytes, int]]] = {}
     for result in results:
@@ -135,6 +152,7 @@ def _merge(results: Sequence[dict[str, Any]]) -> Outcome:
         dense=first.get("dense", {}),
         summary=first["summary"],
         records=first["records"],
+        metrics=merge_metrics([result["metrics"] for result in results if "metrics" in result]),
         collectives=first.get("collectives", 0),
         errors=[result["error"] for result in results],
     )
