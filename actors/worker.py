@@ -481,7 +481,10 @@ class Worker:
         if self._state.phase is not self._phase and self._phase is not WorkerPhase.FAILED:
             self._set_phase(self._state.phase, self._step)
         if self._phase in (WorkerPhase.FINISHED, WorkerPhase.FAILED):
-            self._leave_groups()
+            # A rank that has finished keeps its groups where it may be needed again: a peer may still be in the last
+            # exchange, and would take their end for a failure.
+            if self._phase is WorkerPhase.FAILED or self.spec.elastic is None:
+                self._leave_groups()
             self._is_over.set()
 
     def _fail(self, error: BaseException) -> None:
