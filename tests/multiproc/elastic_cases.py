@@ -132,7 +132,8 @@ def run_plan(spec: WorkerSpec, promise: Promise, num_workers: int, schedule: Sch
     return RunPlan(
         name=spec.run,
         scaling=ScalingConfig(
-            num_workers=(2, WORKERS_MAX) if is_elastic else num_workers, elastic_resize_monitor_interval_s=86_400.0
+            num_workers=(2, min(WORKERS_MAX, num_workers + 1)) if is_elastic else num_workers,
+            elastic_resize_monitor_interval_s=86_400.0,
         ),
         failure=FailureConfig(
             recovery="replicated",
@@ -240,7 +241,7 @@ class ElasticRun:
         match provocation:
             case Provocation.GROW | Provocation.SHRINK:
                 change = 1 if provocation is Provocation.GROW else -1
-                self._wanted = min(WORKERS_MAX, max(2, view.world_size + change))
+                self._wanted = min(self.run.scaling.max_workers, max(2, view.world_size + change))
                 self.nursery.ask("scale", self._wanted)
             case Provocation.REBALANCE:
                 self.nursery.ask("rebalance")

@@ -298,7 +298,8 @@ class Nursery:
         self.patch: Callable[[], None] | None = None
         self.num_controllers = 0
         self._context = multiprocessing.get_context("forkserver")
-        self._context.set_forkserver_preload(["torch", "shoal.actors.worker", "shoal.platform.controller", "nursery"])
+        # Not this module: the server does not know where tests are.
+        self._context.set_forkserver_preload(["pyarrow.parquet", "shoal.platform.job", "shoal.platform.chaos_checks"])
         self._controller: Any = None
         self._lock = threading.Lock()
         self._listener = serve(folder / "nursery.sock", lambda method, args: self._worker(*args))
