@@ -30,7 +30,7 @@ from shoal.platform.storage import Storage
 from shoal.platform.telemetry import read_events
 
 #: What each step lasts longer until all faults have happened. Seconds.
-BRAKE_S = 0.1
+BRAKE_S = 0.25
 #: A view is left alone for this long before the operator does something. Seconds.
 SETTLED_S = 2.0
 
@@ -218,8 +218,9 @@ class _Operator:
             return
         members = {w: p for w, p in read_processes(self._schedule).items() if p[1] & set(ROLES[:3]) and _is_alive(p[0])}
         is_loss = provocation is Provocation.LOSS
-        spared = {f.role for f in waiting if is_loss and f.point.startswith("recovery.")}
-        targets = [pid for pid, roles in members.values() if not roles & (spared | {LEAVER})]
+        spared = {f.role for f in waiting if not is_loss or f.point.startswith("recovery.")}
+        staying = {pid: roles for pid, roles in members.values() if LEAVER not in roles}
+        targets = [pid for pid, roles in staying.items() if not roles & spared] or list(staying)
         if targets:
             number = signal.SIGKILL if is_loss else signal.SIGTERM
             with contextlib.suppress(ProcessLookupError):

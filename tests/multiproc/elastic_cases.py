@@ -15,7 +15,7 @@ import shutil
 import signal
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +47,7 @@ from shoal.platform.telemetry import read_events
 
 PROTECT_EVERY = 5
 OP_TIMEOUT_S = 3.0
-BRAKE_S = 0.1
+BRAKE_S = 0.25
 #: A view is left alone for this long before the next provocation.
 SETTLED_S = 0.5
 #: A number of workers that was asked for is waited for this long.
@@ -246,7 +246,7 @@ class ElasticRun:
             case Provocation.REBALANCE:
                 self.nursery.ask("rebalance")
             case Provocation.DRAIN:
-                if not self.nursery.drain(view.members[len(self.provocations) % view.world_size].worker_id):
+                if not self.nursery.drain(self._pick({fault.role for fault in waiting}, view)):
                     return
             case Provocation.LOSS:
                 self._kill_another(waiting, view)
@@ -256,12 +256,16 @@ class ElasticRun:
     def _kill_another(self, waiting: Sequence[Fault], view: View) -> None:
         """Kill a member that no waiting fault is for; they take turns."""
         spared = {fault.role for fault in waiting if fault.point.startswith("recovery.")}
-        roles = {m: faults.roles_in(m.rank, view.buddies, view.world_size) for m in view.members}
-        targets = [m for m, mine in roles.items() if not mine & spared] or list(view.members)
-        pid = self.nursery.pids().get(targets[len(self.provocations) % len(targets)].worker_id)
+        pid = self.nursery.pids().get(self._pick(spared, view))
         if pid is not None:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
+
+    def _pick(self, spared: Collection[str], view: View) -> str:
+        """A member without any of the roles ``spared``, where there is one; they take turns."""
+        roles = {m.worker_id: faults.roles_in(m.rank, view.buddies, view.world_size) for m in view.members}
+        targets = [worker_id for worker_id, mine in roles.items() if not mine & set(spared)] or list(roles)
+        return targets[len(self.provocations) % len(targets)]
 
     def _outcome(self, seconds: float) -> Outcome:
         found = self.nursery.outcome()
