@@ -56,7 +56,8 @@ def evaluate_run(config: JobConfig, *, paths: Sequence[str], step: int | None = 
         checkpoint_every_steps=None,
         eval_every_steps=None,
     )
-    values = _run_worker(dataclasses.replace(plan.worker, loop=loop), manifest)
+    # Its world never changes: nothing is to be copied to anybody.
+    values = _run_worker(dataclasses.replace(plan.worker, loop=loop, elastic=None), manifest)
     return {"step": manifest.name.step, "checkpoint": manifest.name.directory, **values}
 
 
@@ -100,6 +101,12 @@ class _NoBatches:
 
     def next_batch(self, step: int) -> Any:
         raise AssertionError(f"evaluation asked for training batch {step}")
+
+    def reassign(self, assignment: Any, step: int) -> None:
+        pass
+
+    def keep_from(self, step: int) -> None:
+        pass
 
     def close(self) -> None:
         pass
