@@ -42,6 +42,12 @@ def _serve(worker_id: str, packed: bytes, host: str, connection: Any) -> None:
             result = (False, ClusterError(f"{type(error).__name__}: {error}"))
         connection.send((number, *result))
 
+    def end_when_left() -> None:
+        worker.has_left.wait()
+        time.sleep(0.2)  # for the answers that are on their way
+        os._exit(0)
+
+    threading.Thread(target=end_when_left, name="leave-watch", daemon=True).start()
     answer(_PREPARED, lambda: worker.prepare(host))
     while True:
         try:
