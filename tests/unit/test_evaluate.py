@@ -52,6 +52,13 @@ def test_equals_the_evaluation_of_the_run_itself_and_writes_nothing(trained):
     assert evaluate_run(config, paths=config.data.eval, step=16) == values
 
 
+def test_a_job_for_several_workers_is_evaluated_in_one_process(trained):
+    config, result = trained
+    elastic = config.replace(scaling=config.scaling.replace(num_workers=(2, 3)))
+    values = evaluate_run(elastic, paths=config.data.eval)
+    assert values["auc"] == result.metrics["eval/auc"]
+
+
 def test_other_data_gives_other_numbers(trained):
     config, _ = trained
     values = evaluate_run(config, paths=config.data.test)
