@@ -207,6 +207,12 @@ class CopyHolder:
 
     # ---- what the worker asks -------------------------------------------------------------------------------------
 
+    def keep_aux(self, worker_id: str, step: int, aux: bytes) -> None:
+        """Keep the aux state of a worker that is no member any more, for who has added it to its own."""
+        with self._changed:
+            self._check_open()
+            self._aux.setdefault(worker_id, {})[step] = aux
+
     def protect(self, step: int) -> None:
         """Every rank holds ``step``: fold what is staged up to it, in the background, and forget older aux (F3)."""
         with self._changed:

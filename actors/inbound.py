@@ -17,6 +17,9 @@ from shoal.kernels.errors import ProtocolError
 from shoal.kernels.rowstore import RowStore
 from shoal.kernels.spec import TableSpec
 
+#: Names of blobs with the aux state of a worker that is gone, to be kept like those of wards.
+KEPT = "kept:"
+
 
 class Inbound:
     """A server, and where its messages go. Methods may be called from any thread."""
@@ -72,6 +75,13 @@ class Inbound:
         self.copies.wait_for(blocks, step, timeout_s)
         return self.blobs.wait_for(names, step, max(0.0, deadline_s - time.monotonic()))
 
+    def _keep(self, name: str, step: int) -> None:
+        """Aux state of a worker that is gone joins what is kept of others, and is dropped when that is."""
+        data = self.blobs.at(step).get(name) if name.startswith(KEPT) else None
+        if data is not None:
+            self.blobs.forget(name, step)
+            self.copies.keep_aux(name.removeprefix(KEPT), step, data)
+
     def _fence(self, epoch: int, sender: str) -> str | None:
         accepted = self._accepted
         if epoch not in accepted:
@@ -93,6 +103,7 @@ class Inbound:
             return Reply(meta={"wrong": wrong})
         if header.kind is Kind.BLOB:
             self.blobs.add(meta, payload)
+            self._keep(str(meta["name"]), int(meta["step"]))
             return Reply()
         sections = decode_sections(payload, int(meta["sections"]), self._tables)
         if header.kind is Kind.BASE:

@@ -31,7 +31,7 @@ from shoal.actors.blobs import send_blob
 from shoal.actors.channel import Channel
 from shoal.actors.copies import Key
 from shoal.actors.groups import run_hash
-from shoal.actors.inbound import Inbound
+from shoal.actors.inbound import KEPT, Inbound
 from shoal.actors.messages import BlockSet, Copies, Member, PrepareProgress, View
 from shoal.actors.readiness import blocks_needed, copy_progress
 from shoal.actors.shelf import Shelf
@@ -468,15 +468,16 @@ class Replicator:
         dense: bytes | None = None,
         aux: Mapping[str, bytes] | None = None,
         announces_aux: Sequence[str] = (),
+        is_kept: bool = False,
     ) -> None:
         """Send whole row blocks as they are now, owned or copies, and what else ``receive`` asks for; returns when all
         is acknowledged. While training stands still. A target that refuses because it is not as far yet is asked
         again until ``timeout_s`` has passed. Raises PeerError, ExchangeTimeoutError.
 
         ``announces_aux``: workers that send the target their aux state at ``step`` themselves, since they leave: who
-        waits for ``dense`` waits for these too.
+        waits for ``dense`` waits for these too. ``is_kept``: the target only keeps ``aux``, as it keeps its wards'.
         """
-        blobs = {f"aux:{worker_id}": state for worker_id, state in (aux or {}).items()}
+        blobs = {f"{KEPT if is_kept else 'aux:'}{worker_id}": state for worker_id, state in (aux or {}).items()}
         if dense is not None:
             blobs["dense"] = dense
         keys = self.copies.keys_of(blocks)

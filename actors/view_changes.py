@@ -230,7 +230,7 @@ class ViewChanges:
                 faults.reach("cutover.flip")
                 trainer.bind(opened.take_over(start_timeout_s=0.0))
             if rank == 0:
-                self._adopt(trainer, step, replicator.aux_for_merge(step))
+                self._adopt(view, rank, trainer, step, replicator.aux_for_merge(step))
             self._enter(view, rank, opened, trainer, "cutover")
         finally:
             left.close()
@@ -257,7 +257,7 @@ class ViewChanges:
             self._own(view, rank, step, may_be_empty=BlockSet())
         faults.reach("cutover.flip")
         if rank == 0:
-            self._adopt(trainer, step, replicator.aux_for_merge(step))
+            self._adopt(view, rank, trainer, step, replicator.aux_for_merge(step))
         self._enter(view, rank, opened, trainer, "cutover")
 
     def _send_dense_to_joiners(self, old: View, view: View, trainer: Trainer) -> None:
@@ -374,7 +374,7 @@ class ViewChanges:
             trainer = self._trainer_over(opened.take_over(start_timeout_s=0.0), plan.step)
             if dense is not None:
                 load_dense(trainer, dense)
-            self._adopt(trainer, plan.step, metrics)
+            self._adopt(view, rank, trainer, plan.step, metrics)
         self._enter(view, rank, opened, trainer, "recovery")
 
     def _roll_back(self, step: int) -> None:
@@ -524,12 +524,17 @@ class ViewChanges:
             self.trainer.bind(session)
         return self.trainer
 
-    def _adopt(self, trainer: Trainer, step: int, bins: Mapping[str, bytes]) -> None:
+    def _adopt(self, view: View, rank: int, trainer: Trainer, step: int, bins: Mapping[str, bytes]) -> None:
         """Add the metric bins of workers that are no members any more: they are integers, so any place will do.
 
         The snapshot of ``step`` keeps this rank's bins as they were, and the adopted ones stay under their owners'
         names until a later snapshot is protected: a recovery to ``step`` hands them over again, and counts them once.
+        Until then this rank's buddy keeps them too: who counted them may be gone by the time this rank is lost.
         """
+        buddy = view.buddy(rank)
+        if bins and buddy is not None:
+            assert self._replicator is not None
+            self._replicator.ship(view.members[buddy], view.epoch, step, aux=bins, is_kept=True)
         self._metrics_before = trainer.metrics.copy()
         for worker_id in sorted(bins):
             self._adopted[worker_id] = (step, bins[worker_id])

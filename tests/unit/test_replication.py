@@ -404,6 +404,20 @@ def test_a_joiner_without_all_blocks_is_told_which_are_missing():
         assert a.store.num_rows() == 0
 
 
+def test_bins_of_a_worker_that_left_are_kept_until_a_later_snapshot_is_protected_f3():
+    with peers("a", "b") as (a, b):
+        view = two(a, b)
+        start(view, [a, b])
+        step = a.repl.last_snapshot
+        a.repl.ship(view.members[1], view.epoch, step, aux={"gone": b"bins"}, is_kept=True)
+        assert b.repl.holdings().aux["gone"] == (step,) and b.repl.held_aux("gone", step) == b"bins"
+        assert "gone" not in b.repl.aux_for_merge(step)
+        for peer in (a, b):
+            peer.train(num_steps=2)
+        snapshot_all([a, b])
+        until(lambda: b.repl.held_aux("gone", step) is None, "it is let go")
+
+
 def test_messages_of_other_epochs_and_of_non_members_are_refused_f7():
     with peers("a", "b", timeout_s=1.0) as (a, b):
         view = two(a, b)
