@@ -128,7 +128,9 @@ def final_state(job: Any, folder: Path) -> dict[str, np.ndarray]:
             flat = values.flatten() if hasattr(values, "flatten") else values
             found[f"{exported.table}.{column}"] = flat.to_numpy(zero_copy_only=False)
     for path in sorted(Path(info.uri).rglob("*.safetensors")):
-        found |= {f"dense.{name}": values for name, values in load_file(path).items()}
+        # Metric bins count predictions: one that moves by 1e-7 may fall into the next bin.
+        tensors = {name: values for name, values in load_file(path).items() if not name.startswith("metrics")}
+        found |= {f"dense.{name}": values for name, values in tensors.items()}
     return found
 
 
