@@ -112,13 +112,13 @@ def our_losses(folder: Path, cluster: BenchCluster) -> dict[str, tuple[Found, fl
         return killed
 
     job = quickstart_job(folder, "shrink", num_workers=(1, 3), failure={"on_loss": "shrink", "recovery": "replicated"})
-    # What has shrunk is to stay so while it is measured.
-    job = dataclasses.replace(
-        job, scaling=dataclasses.replace(job.scaling, elastic_resize_monitor_interval_s=600.0)
-    )
-    run = OurRun.start(folder / "shrink", cluster.address, job, num_workers=3)
+    run = OurRun.start(folder / "shrink", cluster.address, job, num_workers=1)
     try:
+        run.resize(3, WAIT_S)
         note("process killed, shrink", lose(run, kill_process), SHRINK_MAX_S)
+        # It grows again by itself, for there is room.
+        grown_after = time.time()
+        run.wait(lambda m: m.time > grown_after and m.world_size == 3, WAIT_S, "3 workers again")
         note("node killed, shrink", lose(run, kill_node), SHRINK_MAX_S)
     finally:
         run.stop()
