@@ -133,6 +133,10 @@ def _judge(
     before, after = read_state(calm.run.run_dir), read_state(job.run.run_dir)
     if plan.promise is Promise.IDENTICAL:
         promise = "weights, optimizer state, dense state and metrics equal the undisturbed run's, bit for bit"
+        sizes = {int(event["workers"]) for event in events if event.get("kind") in ("view", "recovered")}
+        if others := sorted(sizes - {plan.num_workers}):
+            reason = f"the run went on with {others} workers for a while: its numbers cannot be the same"
+            return [*verdicts, verdict(promise, [reason])]
         return [*verdicts, verdict(promise, compare_states(before, after))]
     counts = {name: (before.metadata.get(name), after.metadata.get(name)) for name in ("samples", "skipped_steps")}
     problems = [f"{name}: {b} instead of {a}" for name, (a, b) in counts.items() if a != b]
@@ -156,6 +160,8 @@ class _Operator:
         self._workers = 0
         self._quiet_since = time.monotonic()
         self._is_settled = False
+        #: Process that was told to go, as long as it lives: one at a time.
+        self._leaving = 0
         self._is_over = threading.Event()
         self._thread = threading.Thread(target=self._run, name="operator", daemon=True)
 
@@ -206,6 +212,8 @@ class _Operator:
         # Nobody but the controller moves row blocks about on Ray; a drain comes past the same places.
         if provocation is Provocation.REBALANCE:
             provocation = Provocation.DRAIN
+        if provocation is Provocation.DRAIN and self._leaving and _is_alive(self._leaving):
+            return
         self._say(f"operator: {provocation.value}")
         self.provocations.append(provocation.value)
         if provocation in (Provocation.GROW, Provocation.SHRINK):
@@ -223,8 +231,10 @@ class _Operator:
         targets = [pid for pid, roles in staying.items() if not roles & spared] or list(staying)
         if targets:
             number = signal.SIGKILL if is_loss else signal.SIGTERM
+            target = targets[len(self.provocations) % len(targets)]
+            self._leaving = target if not is_loss else self._leaving
             with contextlib.suppress(ProcessLookupError):
-                os.kill(targets[len(self.provocations) % len(targets)], number)
+                os.kill(target, number)
 
 
 def _is_alive(pid: int) -> bool:
