@@ -87,7 +87,11 @@ class OurRun:
                 [sys.executable, __file__, str(folder / "config.json")], stdout=output, stderr=subprocess.STDOUT
             )
         run = cls(process, folder, job)
-        run.wait(lambda m: m.world_size == num_workers, 120, f"step of {num_workers} workers")
+        try:
+            run.wait(lambda m: m.world_size == num_workers, 120, f"step of {num_workers} workers")
+        except BaseException:
+            process.kill()
+            raise
         return run
 
     @property

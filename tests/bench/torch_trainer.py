@@ -214,7 +214,11 @@ class Peer:
                 [sys.executable, __file__, str(folder / "config.json")], stdout=output, stderr=subprocess.STDOUT
             )
         peer = cls(process, folder, rival, num_cpus)
-        peer.wait(lambda m: m.world_size == num_workers, 120, f"step of {num_workers} workers")
+        try:
+            peer.wait(lambda m: m.world_size == num_workers, 120, f"step of {num_workers} workers")
+        except BaseException:
+            process.kill()
+            raise
         return peer
 
     def marks(self) -> list[Mark]:
