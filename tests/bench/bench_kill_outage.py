@@ -148,6 +148,8 @@ def our_losses(folder: Path, cluster: BenchCluster) -> dict[str, tuple[Found, fl
 
 def peer_losses(folder: Path, cluster: BenchCluster) -> dict[str, Outage]:
     """TorchTrainer on 3 nodes with 2 workers."""
+    import ray
+
     while len(cluster.nodes) < 3:
         cluster.add_node()
     job = quickstart_job(folder, "peer", num_workers=1)
@@ -173,8 +175,8 @@ def peer_losses(folder: Path, cluster: BenchCluster) -> dict[str, Outage]:
     try:
         found = {"process killed": strike("process killed", lambda pid: signal_process(pid, signal.SIGKILL))}
         found["node killed, another is free"] = strike("node killed, another is free", kill_node)
-        # All nodes that are left are the trainer's; the coordinator has just looked at them.
-        time.sleep(15.0)
+        # All nodes that are left are to be the trainer's: as soon as Ray knows which those are.
+        wait_until(lambda: sum(n["Alive"] for n in ray.nodes()) <= 1 + len(cluster.nodes), 60.0, "news of the node")
         peer.rival.refresh()
         peer.rival.take(0)
         found["node killed, none is free"] = strike("node killed, none is free (as found)", kill_node)
