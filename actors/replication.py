@@ -433,6 +433,9 @@ class Replicator:
             if snapshot is None:
                 raise ProtocolError(f"no snapshot of step {step} is open; there are {self.shelf.steps}")
             self._store.rollback(snapshot.cut, step)
+        else:  # no row goes back, but its steps are counted from there again
+            with self._store.cut() as cut:
+                self._store.rollback(cut, step)
         self._last_snapshot = step
         self._open_again()
 

@@ -108,6 +108,23 @@ def test_roll_back_restores_own_rows_and_copies_and_is_idempotent_f4():
         assert_copy(b, a, again.owned_by(0))
 
 
+def test_a_rank_without_blocks_counts_its_steps_from_the_target_again_f4():
+    """As many workers as blocks, or more, leave some without; they train on like the others."""
+    with peers("a", "b") as (a, b):
+        start(make_view([a.place, b.place], [0, 0, 0, 0], [1, 0]), [a, b])
+        for peer in (a, b):
+            peer.train(num_steps=2)
+        step = snapshot_all([a, b])
+        again = make_view([a.place, b.place], [0, 0, 0, 0], [1, 0], epoch=2)
+        for peer in (a, b):
+            peer.train(num_steps=3)
+            peer.repl.park()
+            peer.repl.expect(again)
+            peer.repl.roll_back(step)
+            peer.step = step
+            peer.train(num_steps=3)
+
+
 def grow(a: Peer, b: Peer, c: Peer, **options):
     """The view after ``two``: block 1 and 3 move to c; c's buddy is a, a's is b, b's is c."""
     return make_view([a.place, b.place, c.place], [0, 2, 1, 2], [1, 2, 0], epoch=2, **options)
