@@ -16,7 +16,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import ray
@@ -101,13 +101,21 @@ def find_actor(name: str) -> Any | None:
         return None
 
 
-def reserve(name: str, bundle: Mapping[str, float], node_id: str | None = None) -> PlacementGroup:
+def reserve(
+    name: str, bundle: Mapping[str, float], node_id: str | None = None, avoid: Collection[str] = ()
+) -> PlacementGroup:
     """A detached placement group of one bundle: the unit of elasticity, and the demand an autoscaler sees.
 
-    ``node_id``: the node it should be on if there is room.
+    ``node_id``: the node it should be on if there is room. ``avoid``: nodes it must not be on.
     """
+    selector = [{"ray.io/node-id": f"!in({','.join(sorted(avoid))})"}] if avoid else None
     return placement_group(
-        [dict(bundle)], strategy="STRICT_PACK", name=name, lifetime="detached", _soft_target_node_id=node_id
+        [dict(bundle)],
+        strategy="STRICT_PACK",
+        name=name,
+        lifetime="detached",
+        _soft_target_node_id=node_id,
+        bundle_label_selector=selector,
     )
 
 

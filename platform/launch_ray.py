@@ -101,6 +101,8 @@ class _Launch:
     spec: WorkerSpec
     group: Any
     name: str
+    #: The node its group was meant for.
+    target: str | None = None
     actor: Any = None
     preparing: Any = None
 
@@ -120,6 +122,8 @@ class RayLauncher:
         #: Worker id -> the node its group is on, as far as that is known.
         self._nodes: dict[str, str] = {}
         self._kills: dict[str, Any] = {}
+        #: Nodes found lost before Ray has noticed.
+        self._lost_nodes: set[str] = set()
         #: Worker id -> a call to it made before it was given up.
         self._probes: dict[str, Any] = {}
         self._feeder: Any = None
@@ -131,9 +135,11 @@ class RayLauncher:
 
     def launch_worker(self, worker_id: str, spec: WorkerSpec) -> None:
         name = actor_name(self._run, worker_id)
-        group = reserve(name, self._cluster.bundle, self._quietest_node())
+        target = self._quietest_node()
+        # Ray would put a group on a lost node that it still believes in, and lets all other groups wait for it (2.60).
+        group = reserve(name, self._cluster.bundle, target, self._lost_nodes)
         self._groups[worker_id] = group
-        self._launching[worker_id] = _Launch(spec=spec, group=group, name=name)
+        self._launching[worker_id] = _Launch(spec=spec, group=group, name=name, target=target)
 
     def advance(self) -> Sequence[LaunchEvent]:
         events: list[LaunchEvent] = []
@@ -185,8 +191,9 @@ class RayLauncher:
 
     def _quietest_node(self) -> str | None:
         """Of the nodes with room, the one with the fewest workers of this run: hosts are used evenly."""
-        free = {node: room for node, room in self._room().items() if room > 0}
-        used = Counter(self._nodes.values())
+        coming = Counter(launch.target for launch in self._launching.values() if launch.actor is None)
+        free = {node: left for node, room in self._room().items() if (left := room - coming[node]) > 0}
+        used = Counter(self._nodes.values()) + coming
         return min(free, key=lambda node: (used[node], -free[node], node), default=None)
 
     def handle(self, worker_id: str) -> WorkerHandle | None:
@@ -240,6 +247,7 @@ class RayLauncher:
             address = (entry["NodeManagerAddress"], entry["NodeManagerPort"])
             socket.create_connection(address, timeout=0.2).close()
         except ConnectionRefusedError:
+            self._lost_nodes.add(node)
             return True
         except OSError:  # no answer proves nothing: the network may be down
             return False
@@ -297,7 +305,7 @@ class RayLauncher:
         """Node -> how many more workers fit, by what is free there now."""
         bundle = {name: need for name, need in self._cluster.bundle.items() if need > 0}
         leaving = ray._private.state.state.get_draining_nodes()
-        alive = {node["NodeID"] for node in ray.nodes() if node["Alive"]} - set(leaving)
+        alive = {node["NodeID"] for node in ray.nodes() if node["Alive"]} - set(leaving) - self._lost_nodes
         return {
             node: math.floor(min((free.get(name, 0.0) / need + 1e-9 for name, need in bundle.items()), default=1e6))
             for node, free in ray._private.state.available_resources_per_node().items()
