@@ -34,6 +34,10 @@ FetchWindow = Callable[[WindowLike, tuple[int, ...]], "Sequence[pa.Table]"]
 _Arranged = tuple[np.ndarray, ArrowTable]
 
 
+#: Blocks that are not here after this long are made anew, after twice as long the next time. Seconds.
+PULL_PATIENCE_S = 1.0
+
+
 @dataclasses.dataclass(frozen=True)
 class Assignment:
     """Which slice of every global batch a rank takes."""
@@ -303,13 +307,14 @@ class RayFeed(_PrefetchingFeed):
         deadline = time.monotonic() + self._timeout_s
         version: int | None = None
         lost_version: int | None = None
+        patience_s = PULL_PATIENCE_S
         while (left_s := deadline - time.monotonic()) > 0:
             try:
                 reply = ray.get(self._ask(window, lanes, lost_version), timeout=left_s)
                 if reply is None:
                     continue
                 version, refs = reply
-                return ray.get(refs, timeout=max(0.1, deadline - time.monotonic()))
+                return ray.get(refs, timeout=max(0.1, min(patience_s, deadline - time.monotonic())))
             except ObjectLostError:
                 lost_version = version
             except ActorUnavailableError:
@@ -317,7 +322,8 @@ class RayFeed(_PrefetchingFeed):
             except RayActorError as error:
                 raise ClusterError(f"the feeder actor died: {' '.join(str(error).split())[:300]}") from error
             except GetTimeoutError:
-                break
+                # Ray asks a lost node for its copy of a block, and asks elsewhere only after 10 s (2.60).
+                lost_version, patience_s = version, 2 * patience_s
             except RayTaskError as error:
                 # Ray's text has the feeder's whole traceback in front of the file and row that our own error names.
                 if isinstance(error.cause, ShoalError):

@@ -30,6 +30,9 @@ if TYPE_CHECKING:
 #: (epoch, index) of a window: ordered as windows are.
 Key = tuple[int, int]
 
+#: Between two executions begun anew because the ranks are far ahead: Ray Data takes seconds to the first block of each.
+RESTART_PAUSE_S = 10.0
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FeederOptions:
@@ -40,8 +43,11 @@ class FeederOptions:
     prefetch_windows: int = 2
     #: Blocks kept in the object store, bytes; a window somebody waits for is made all the same.
     bytes_max: int = 2 * 2**30
-    #: Until Ray Data delivers its first window, read the windows that are asked for in the feeder's own process.
+    #: Until Ray Data delivers its first window, read the windows that are asked for in the feeder's own process; and
+    #: again once somebody has waited ``overdue_s`` for one, until it delivers the next.
     read_here_when_cold: bool = True
+    #: Less than what one call of ``get_blocks`` waits. Seconds.
+    overdue_s: float = 0.5
 
 
 @dataclasses.dataclass
@@ -96,8 +102,7 @@ class Feeder:
         self._made: set[Key] = set()
         # The newest window that was asked for.
         self._newest: Key = _key(self._cursor)
-        self._thread = threading.Thread(target=self._produce, args=(0,), name="shoal-feeder", daemon=True)
-        self._thread.start()
+        self._start_producer()
 
     # -- called by ranks -----------------------------------------------------------------------------------------
 
@@ -119,7 +124,8 @@ class Feeder:
         could not be had; the window is read again, once for all who lost it. Raises what the producer raised.
         """
         key = (epoch, window)
-        deadline = time.monotonic() + wait_s
+        began_s = time.monotonic()
+        may_read_here = self._options.read_here_when_cold
         with self._changed:
             self._report(rank, world_size, keep_from_step, key)
             faults.reach("feeder.window")
@@ -131,17 +137,22 @@ class Feeder:
             is_past = key < _key(self._cursor) or (lost_version is not None and key not in self._blocks)
             if key not in self._blocks and self._error is None:
                 # A feeder that Ray has restarted begins at the run's first step, its ranks are far beyond it.
-                if not is_past and self._distance(key) > self._options.prefetch_windows + 4:
+                is_far = not is_past and self._distance(key) > self._options.prefetch_windows + 4
+                if is_far and began_s - self._started_s >= (RESTART_PAUSE_S if may_read_here else 0.0):
                     self._restart(self._order.windows(epoch)[window])
-                # Ray Data takes seconds to its first block (measured: 2.4-3.7 s warm): meanwhile read here.
-                if is_past or (self._options.read_here_when_cold and not self._is_warm):
+                if is_past:
                     return self._read_here(key, lanes)
             while key not in self._blocks:
                 self._raise_error()
-                left_s = deadline - time.monotonic()
-                if left_s <= 0:
+                waited_s = time.monotonic() - began_s
+                # Ray Data takes seconds to its first block (measured: 2.4-3.7 s warm), and stands still until Ray knows
+                # that a node with its tasks is lost (a run stood still for 31 s): meanwhile read here.
+                if may_read_here and (not self._is_warm or waited_s >= self._options.overdue_s):
+                    self._is_warm = False
+                    return self._read_here(key, lanes)
+                if waited_s >= wait_s:
                     return None
-                self._changed.wait(left_s)
+                self._changed.wait(min(wait_s, self._options.overdue_s if may_read_here else wait_s) - waited_s)
             return self._hand_out(key, lanes)
 
     # -- called by the controller --------------------------------------------------------------------------------
@@ -225,9 +236,17 @@ class Feeder:
         self._cursor = window
         self._made.clear()
         self._newest = _key(window)
+        self._is_warm = False
+        for execution in self._executions:  # their producer may be waiting for blocks that never come
+            execution.close()
         self._changed.notify_all()
+        self._start_producer()
+
+    def _start_producer(self) -> None:
+        self._started_s = time.monotonic()
+        self._executions: list[Execution] = []
         self._thread = threading.Thread(
-            target=self._produce, args=(self._generation,), name="shoal-feeder", daemon=True
+            target=self._produce, args=(self._generation, self._executions), name="shoal-feeder", daemon=True
         )
         self._thread.start()
 
@@ -267,9 +286,8 @@ class Feeder:
         self._changed.notify_all()
         return self._hand_out(key, lanes)
 
-    def _produce(self, generation: int) -> None:
+    def _produce(self, generation: int, executions: list[Execution]) -> None:
         """The producer thread: executions one after the other, the next started when one is half done."""
-        executions: list[Execution] = []
         try:
             window = self._cursor
             current = self._execute(window, executions)
