@@ -178,10 +178,10 @@ def test_drained_worker_is_moved_away_before_its_node_goes(cluster, data, tmp_pa
     end(run)
 
 
-@pytest.mark.skip(reason="seen to fail once on an overloaded machine; not understood yet")
+@pytest.mark.skip(reason="by hand a node with one worker recovers, in 6 to 21 s; with two workers not proven yet")
 def test_lost_node_with_a_worker_and_its_neighbour(cluster, data, tmp_path):
     """Last in this file: a node does not come back."""
-    run = start(data, tmp_path, "node", scaling={"num_workers": [1, 4], "elastic_resize_monitor_interval_s": 600})
+    run = start(data, tmp_path, "node", scaling={"num_workers": [1, 4], "elastic_resize_monitor_interval_s": 0.5})
     step = run.until(lambda: (r := run.record).protected_step and r.protected_step > 0 and r.step, "protected")
     began = time.monotonic()
     cluster.remove_node(cluster.parts[1], allow_graceful=False)
