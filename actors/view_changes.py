@@ -371,7 +371,9 @@ class ViewChanges:
         with self._timed("form"):
             self.current = opened = self._open(view, rank, self._options.form_timeout_s)
         with self._timed("build"):
-            trainer = self._trainer_over(opened.take_over(start_timeout_s=0.0), plan.step)
+            # A worker that is new here opens its feed only now: the others are patient with its first exchange.
+            session = opened.take_over(start_timeout_s=self._open_options.op_timeout_s)
+            trainer = self._trainer_over(session, plan.step)
             if dense is not None:
                 load_dense(trainer, dense)
             self._adopt(view, rank, trainer, plan.step, metrics)
