@@ -624,6 +624,7 @@ class ControllerState:
         demand = decide_demand(self._snapshot(), self.spec.scaling, self.spec.failure)
         num_open = demand.num_open + demand.num_open_standby
         if num_open and self.now_s >= self._launch_retry_s:
+            self._publish("launch", workers=num_open, reason=demand.reason)
             self._out.append(LaunchWorkers(self.roster.name_new(num_open, self.now_s), demand.reason))
         busy = () if self.change is None else self.change.participants
         cancelled = [w for w in demand.cancel if w in self.roster.pending]
