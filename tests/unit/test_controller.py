@@ -294,4 +294,4 @@ def test_events_are_on_storage(tmp_path):
         run.controller.stop("SIGTERM")
         run.end()
     kinds = [event["kind"] for event in read_events(Storage(str(tmp_path)))]
-    assert kinds[0] == "view" and kinds[-1] == "end" and "stop_requested" in kinds
+    assert kinds[:2] == ["launch", "view"] and kinds[-1] == "end" and "stop_requested" in kinds
