@@ -5,6 +5,7 @@ The production Controller drives production Workers; only the actor calls are re
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 import multiprocessing as mp
@@ -150,7 +151,8 @@ class ProcessHandle:
     def kill(self, number: int = signal.SIGKILL) -> None:
         """Send the process a signal; a killed one is waited for."""
         if self.process.pid is not None and self.process.is_alive():
-            os.kill(self.process.pid, number)
+            with contextlib.suppress(ProcessLookupError):  # it ended this moment
+                os.kill(self.process.pid, number)
             if number == signal.SIGKILL:
                 self.process.join(10)
 
