@@ -38,8 +38,8 @@ def test_every_pair_of_causes_meets_in_every_phase():
 
 def test_a_random_seed():
     seed = int.from_bytes(os.urandom(4), "little")
-    print(f"shoal simulate --seed {seed} --histories 20")
-    simulate(range(seed, seed + 20))
+    print(f"shoal simulate --seed {seed}")
+    simulate([seed])
 
 
 def test_the_same_seed_gives_the_same_history():
