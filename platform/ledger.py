@@ -80,13 +80,18 @@ class CheckpointLedger:
     def waits_for(self, epoch: int, living: Collection[str]) -> bool:
         """Whether a checkpoint may still become visible: its manifest is being written, or nothing of it failed and
         who owes a part lives and is in the present view, of ``epoch``. In an earlier one it may have failed meanwhile.
+
+        A worker delivers its parts in order, so what is older than a visible checkpoint is not waited for: its parts
+        went to a controller that died.
         """
+        durable = -1 if self.durable_step is None else self.durable_step
         return any(
             p.is_writing
             or (
-                p.error is None
+                step > durable
+                and p.error is None
                 and p.view.epoch == epoch
                 and all(m.worker_id in living for m in p.view.members if m.rank not in p.parts)
             )
-            for p in self._pending.values()
+            for (_, step), p in self._pending.items()
         )

@@ -42,6 +42,10 @@ def test_a_random_seed():
     simulate([seed])
 
 
+def test_parts_that_went_to_a_dead_controller_do_not_hold_up_the_end():
+    simulate([50481])
+
+
 def test_the_same_seed_gives_the_same_history():
     logs: list[list[str]] = [[], []]
     for log in logs:
