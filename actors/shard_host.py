@@ -36,10 +36,14 @@ class ShardHost:
         #: Table name -> row blocks owned in the current view; replaced, never changed.
         self.owned: Mapping[str, tuple[int, ...]] = {}
 
-    def assign(self, blocks: BlockSet) -> None:
-        """Own exactly ``blocks``. Blocks that are not in the store yet begin without rows; none is dropped."""
+    def take(self, blocks: BlockSet) -> None:
+        """Own exactly ``blocks``, all of which are in the store."""
         owned = blocks.as_dict()
         self.owned = {table.name: owned.get(table.name, ()) for table in self.tables}
+
+    def assign(self, blocks: BlockSet) -> None:
+        """Own exactly ``blocks``. Blocks that are not in the store yet begin without rows; none is dropped."""
+        self.take(blocks)
         for number, table in enumerate(self.tables):
             for block in self.owned[table.name]:
                 self.store.add_block(number, block)

@@ -509,12 +509,14 @@ class ViewChanges:
         ``may_be_empty``: the blocks that may begin empty; None: all.
         """
         owned = view.owned_by(rank)
-        if self._replicator is not None:
-            try:
-                self._replicator.flip(view, rank, step, from_storage=owned if may_be_empty is None else may_be_empty)
-            except ProtocolError as error:  # a copy is missing or damaged: another attempt finds another source
-                raise PeerError(str(error)) from error
-        self.host.assign(owned)
+        if self._replicator is None:
+            self.host.assign(owned)
+            return
+        try:
+            self._replicator.flip(view, rank, step, from_storage=owned if may_be_empty is None else may_be_empty)
+        except ProtocolError as error:  # a copy is missing or damaged: another attempt finds another source
+            raise PeerError(str(error)) from error
+        self.host.take(owned)
 
     def _trainer_over(self, session: Session, step: int) -> Trainer:
         """The trainer, over ``session``; it is built with the first one."""

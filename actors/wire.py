@@ -37,7 +37,6 @@ _JOIN_BYTES = 2**16
 
 _HEADER = struct.Struct(f"<4sHHQqQQIII{SENDER_BYTES_MAX}s")
 HEADER_BYTES = _HEADER.size
-_CRC_AT = struct.calcsize("<4sHHQqQQII")
 
 
 class Kind(enum.IntEnum):

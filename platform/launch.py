@@ -74,10 +74,6 @@ class Capacity:
     #: What a worker needs and what the cluster has, for a message.
     text: str = ""
 
-    @property
-    def num_free(self) -> int:
-        return sum(self.free.values())
-
 
 class WorkerLauncher(Protocol):
     """Where workers come from. Worker ids are chosen by the controller and never used twice in a run."""

@@ -114,10 +114,6 @@ def apply_delta(content: Content, delta: Delta) -> Content:
     return tuple(rows)
 
 
-def delta_of(old: Content, new: Content) -> Delta:
-    return tuple((i, row) for i, (before, row) in enumerate(zip(old, new)) if before != row)
-
-
 class RowState:
     """All data of one simulated worker. Mutants override what they break."""
 
