@@ -119,7 +119,7 @@ class StepPlan:
         self.outputs = tuple(plan_outputs(tables, features))
         self.codecs = (CODEC_FP32,) * len(self.tables)
         self.hash = self._hash()
-        self._native = _core.StepPlan(store.native, rank, world_size, num_threads)
+        self._native = _core.StepPlan(store.native, rank, world_size, num_threads, [])
         for owners in self.placement:
             self._native.add_table(owners.tolist())
         place = {f: (o, column) for o, output in enumerate(self.outputs) for f, column in self._columns(output)}

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <numeric>
 
 #include "core/step/simd.h"
 
@@ -23,20 +24,6 @@ inline void update_row(Updater_& updater, int dim, uint32_t slot, const float* g
   }
 }
 
-void add_to(float* sum, const float* x, int dim) {
-  for_each_chunk(
-      dim,
-      [&](auto chunk, int column) {
-        constexpr int kVectors = decltype(chunk)::kCount;
-        if constexpr (kVectors == 0)
-          store4(sum + column, load4(sum + column) + load4(x + column));
-        else
-          for (int v = 0; v < kVectors; ++v)
-            store8(sum + column + 8 * v, load8(sum + column + 8 * v) + load8(x + column + 8 * v));
-      },
-      [&](int column) { sum[column] = sum[column] + x[column]; });
-}
-
 // Rows of a merge: the contributions of each distinct slot, in order.
 struct Merge {
   Buffer<uint32_t> heads;         // open-addressed: row + 1, or 0
@@ -51,15 +38,24 @@ struct Merge {
 Updater::Updater(StepPlan* plan, const std::vector<Lookup*>& lookups, const int64_t* sources)
     : plan_(plan), sources_(plan->num_tables()) {
   const int W = plan->world_size;
+  // Source ranks in order, host by host where a relay sums a host's gradients before they come: then the sum of this
+  // host's own ranks must be a sum of its own too, or it would depend on which host the owner is.
+  std::vector<int> order_of_ranks(W);
+  std::iota(order_of_ranks.begin(), order_of_ranks.end(), 0);
+  if (!plan->hosts.empty())
+    std::stable_sort(order_of_ranks.begin(), order_of_ranks.end(),
+                     [&](int a, int b) { return plan->hosts[a] < plan->hosts[b]; });
   for (size_t l = 0; l < lookups.size(); ++l) {
     const Lookup& lookup = *lookups[l];
     if (!lookup.has_grads_) throw std::invalid_argument("apply needs segment_sum of every lookup first");
-    for (int p = 0; p < W; ++p) {
+    for (int p : order_of_ranks) {
+      const int group = static_cast<int>(l) * W + (plan->hosts.empty() ? p : plan->hosts[p]);
       const float* sums = p == plan->rank ? nullptr : reinterpret_cast<const float*>(sources[l * W + p]);
       const uint32_t* order = p == plan->rank ? lookup.order_.data() + lookup.order_start_[p] : nullptr;
       for (int64_t r = lookup.incoming_.peer_start[p]; r < lookup.incoming_.peer_start[p + 1]; ++r) {
         const Run& run = lookup.incoming_.runs[r];
-        sources_[run.table].push_back({&lookup, lookup.incoming_slots_.data() + run.start, run.count, order, sums});
+        sources_[run.table].push_back(
+            {&lookup, lookup.incoming_slots_.data() + run.start, run.count, order, sums, group});
         if (p == plan->rank)
           order += run.count;
         else
@@ -144,24 +140,41 @@ void Updater::update_merged(int t, const std::vector<GradSource>& sources, const
 
   const Merge& rows = merge;  // the tasks run on other threads, whose thread_local differs
   const int64_t num_rows = static_cast<int64_t>(rows.slots.size());
+  auto source_of = [&](uint32_t contribution) {
+    return std::upper_bound(first.begin(), first.end(), int64_t{contribution}) - first.begin() - 1;
+  };
   auto gradient_of = [&](uint32_t contribution, float* space) {
-    const size_t s = std::upper_bound(first.begin(), first.end(), int64_t{contribution}) - first.begin() - 1;
+    const size_t s = source_of(contribution);
     const int64_t i = contribution - first[s];
     const GradSource& source = sources[s];
     return source.order ? source.lookup->sum_row(t, source.order[i], space) : source.sums + i * dim;
   };
+  const bool has_groups = !plan_->hosts.empty();  // Else every source is a group.
+  // Adds contributions [c, end) of the group of the first to it, in `sum`; returns the sum, and where the next group is.
+  auto sum_group = [&](uint32_t* c, uint32_t end, float* sum, float* space) {
+    auto group_of = [&](uint32_t at) { return sources[source_of(rows.contributions[at])].group; };
+    const int group = has_groups ? group_of(*c) : 0;
+    const float* gradient = gradient_of(rows.contributions[(*c)++], sum);
+    for (; has_groups && *c < end && group_of(*c) == group; ++*c) {
+      if (gradient != sum) std::memcpy(sum, gradient, dim * sizeof(float));
+      gradient = sum;
+      add_row(sum, gradient_of(rows.contributions[*c], space), dim);
+    }
+    return gradient;
+  };
   plan_->threads->run((num_rows + kRowsPerTask - 1) / kRowsPerTask, [&](int64_t task, int thread) {
     const int64_t begin = task * kRowsPerTask, end = std::min(num_rows, begin + kRowsPerTask);
-    alignas(32) float sum[kDimMax], space[kDimMax];
+    alignas(32) float sum[kDimMax], group_sum[kDimMax], space[kDimMax];
     with_updater(*plan_->store, t, scalars, thread, [&](auto&& updater) {
       for (int64_t row = begin; row < end; ++row) {
         if (row + kAhead < num_rows) updater.prefetch(rows.slots[row + kAhead]);
-        const uint32_t c0 = row ? rows.ends[row - 1] : 0, c1 = rows.ends[row];
-        const float* gradient = gradient_of(rows.contributions[c0], sum);
-        if (c1 - c0 > 1) {
+        uint32_t c = row ? rows.ends[row - 1] : 0;
+        const uint32_t c_end = rows.ends[row];
+        const float* gradient = sum_group(&c, c_end, sum, space);
+        while (c < c_end) {
           if (gradient != sum) std::memcpy(sum, gradient, dim * sizeof(float));
-          for (uint32_t c = c0 + 1; c < c1; ++c) add_to(sum, gradient_of(rows.contributions[c], space), dim);
           gradient = sum;
+          add_row(sum, sum_group(&c, c_end, group_sum, space), dim);
         }
         update_row(updater, dim, rows.slots[row], gradient);
       }

@@ -15,6 +15,7 @@ struct GradSource {
   int64_t count;
   const uint32_t* order;   // this rank's own rows: their unique numbers; null for another rank's
   const float* sums;       // another rank's: [count, dim]
+  int group;               // sources of one group are summed before the groups are
 };
 
 class Updater {

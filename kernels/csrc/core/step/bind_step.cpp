@@ -1,12 +1,11 @@
 // Python bindings of StepPlan and Lookup. Addresses are plain integers or int64 arrays; the GIL is released.
-#include <nanobind/nanobind.h>
-#include <nanobind/ndarray.h>
 #include <nanobind/stl/vector.h>
 
 #include <algorithm>
 #include <limits>
 
 #include "core/step/apply.h"
+#include "core/step/bind_arrays.h"
 #include "core/step/lookup.h"
 
 namespace nb = nanobind;
@@ -16,22 +15,6 @@ namespace shoal {
 namespace {
 
 using namespace step;
-using Int64s = nb::ndarray<const int64_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
-using Int32s = nb::ndarray<const int32_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
-using Floats = nb::ndarray<const float, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
-
-nb::object to_numpy(const std::vector<int64_t>& values) {
-  auto* data = new int64_t[std::max<size_t>(1, values.size())];
-  std::copy(values.begin(), values.end(), data);
-  nb::capsule owner(data, [](void* p) noexcept { delete[] static_cast<int64_t*>(p); });
-  return nb::cast(nb::ndarray<nb::numpy, int64_t, nb::ndim<1>>(data, {values.size()}, owner));
-}
-
-const int64_t* per_rank(const StepPlan& plan, const Int64s& array) {
-  if (static_cast<int64_t>(array.shape(0)) != plan.world_size) throw std::invalid_argument("expected one entry per rank");
-  return array.data();
-}
-
 template <class T>
 std::vector<T*> pointers(const StepPlan& plan, const std::vector<uintptr_t>& addresses) {
   if (static_cast<int>(addresses.size()) != plan.num_outputs())
@@ -106,16 +89,19 @@ void bind_plan(nb::module_& m) {
   nb::class_<StepPlan>(m, "StepPlan")
       .def(
           "__init__",
-          [](StepPlan* self, RowStore* store, int rank, int world_size, int num_threads) {
+          [](StepPlan* self, RowStore* store, int rank, int world_size, int num_threads, const std::vector<int>& hosts) {
             if (num_threads < 1 || static_cast<uint32_t>(num_threads) > store->num_threads())
               throw std::invalid_argument("num_threads must be in [1, the store's num_threads]");
+            if (!hosts.empty() && static_cast<int>(hosts.size()) != world_size)
+              throw std::invalid_argument("one host per rank");
             new (self) StepPlan();
+            self->hosts = hosts;
             self->store = store;
             self->rank = rank;
             self->world_size = world_size;
             self->threads = std::make_unique<Threads>(num_threads);
           },
-          "store"_a, "rank"_a, "world_size"_a, "num_threads"_a, nb::keep_alive<1, 2>())
+          "store"_a, "rank"_a, "world_size"_a, "num_threads"_a, "hosts"_a, nb::keep_alive<1, 2>())
       .def("add_table",
            [](StepPlan& self, const std::vector<uint16_t>& owners) {
              const int index = self.num_tables();
@@ -213,6 +199,12 @@ void bind_lookup(nb::module_& m) {
              const int64_t* to = per_rank(*self.plan, destinations);
              nb::gil_scoped_release release;
              self.lookup.segment_sum(from.data(), to);
+           })
+      .def("write_sums",
+           [](const PyLookup& self, const Int64s& destinations) {
+             const int64_t* to = per_rank(*self.plan, destinations);
+             nb::gil_scoped_release release;
+             self.lookup.write_sums(to);
            })
       .def("weight_grad",
            [](PyLookup& self, const std::vector<uintptr_t>& grads, uintptr_t out) {

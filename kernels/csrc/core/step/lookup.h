@@ -60,6 +60,7 @@ class Lookup {
   RouteStatus route(const BatchView& batch, bool is_training);
   // Bytes of the ids section for each peer; 0 for this rank itself.
   void id_bytes(int64_t* bytes) const;
+  // Here and below a destination of 0 leaves a peer out: its part goes into another exchange, by a call of its own.
   void write_ids(const int64_t* destinations) const;
   // Owner: reads the sections of all peers (validated), finds or reserves the rows. Also resolves local rows.
   void resolve(const int64_t* sources, const int64_t* source_bytes);
@@ -71,6 +72,8 @@ class Lookup {
   void pool(const int64_t* sources, float* const* outputs);
   // Requester: writes the sum of the gradients of each unique row for each peer; sums of local rows are made in apply.
   void segment_sum(const float* const* grads, const int64_t* destinations);
+  // Writes the same sums for further peers.
+  void write_sums(const int64_t* destinations) const;
   // Gradient of per-sample weights, added into out [num_values] (the caller zeroes it).
   void weight_grad(const float* const* grads, float* out);
 

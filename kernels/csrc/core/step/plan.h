@@ -66,6 +66,9 @@ struct StepPlan {
   int rank = 0;
   int world_size = 1;
   std::unique_ptr<Threads> threads;
+  // Number of each rank's host, hosts numbered by their lowest rank, where gradients are summed per host first (relay.h);
+  // else empty.
+  std::vector<int> hosts;
 
   int num_tables() const { return static_cast<int>(tables.size()); }
   int num_features() const { return static_cast<int>(features.size()); }

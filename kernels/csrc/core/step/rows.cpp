@@ -37,7 +37,7 @@ void Lookup::write_ids(const int64_t* destinations) const {
   for (int p = 0; p < plan_->world_size; ++p) {
     const Run* begin = outgoing_.runs.data() + outgoing_.peer_start[p];
     const Run* end = outgoing_.runs.data() + outgoing_.peer_start[p + 1];
-    if (p == plan_->rank || begin == end) continue;
+    if (p == plan_->rank || begin == end || !destinations[p]) continue;
     std::byte* out = reinterpret_cast<std::byte*>(destinations[p]);
     write_ids_header(*plan_, begin, end, out);
     out += ids_header_bytes(*plan_, end - begin);
@@ -193,7 +193,7 @@ void Lookup::point_at_remote_rows(const int64_t* sources) {
 
 void Lookup::write_rows(const int64_t* destinations) const {
   for (int p = 0; p < plan_->world_size; ++p) {
-    if (p == plan_->rank || incoming_.row_bytes[p] == 0) continue;
+    if (p == plan_->rank || incoming_.row_bytes[p] == 0 || !destinations[p]) continue;
     float* out = reinterpret_cast<float*>(destinations[p]);
     for (int64_t r = incoming_.peer_start[p]; r < incoming_.peer_start[p + 1]; ++r) {
       const Run& run = incoming_.runs[r];

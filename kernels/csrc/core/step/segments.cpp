@@ -70,8 +70,12 @@ void Lookup::segment_sum(const float* const* grads, const int64_t* destinations)
   has_grads_ = true;
   sort_positions();
   sum_hot_rows();
+  write_sums(destinations);
+}
+
+void Lookup::write_sums(const int64_t* destinations) const {
   for (int p = 0; p < plan_->world_size; ++p) {
-    if (p == plan_->rank || order_start_[p] == order_start_[p + 1]) continue;
+    if (p == plan_->rank || order_start_[p] == order_start_[p + 1] || !destinations[p]) continue;
     float* out = reinterpret_cast<float*>(destinations[p]);
     for (int64_t r = outgoing_.peer_start[p]; r < outgoing_.peer_start[p + 1]; ++r) {
       const Run& run = outgoing_.runs[r];

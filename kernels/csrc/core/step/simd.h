@@ -67,6 +67,21 @@ inline void for_each_chunk(int dim, Body&& body, Tail&& tail) {
   for (; column < dim; ++column) tail(column);
 }
 
+// sum += x, `dim` floats each.
+inline void add_row(float* sum, const float* x, int dim) {
+  for_each_chunk(
+      dim,
+      [&](auto chunk, int column) {
+        constexpr int kVectors = decltype(chunk)::kCount;
+        if constexpr (kVectors == 0)
+          store4(sum + column, load4(sum + column) + load4(x + column));
+        else
+          for (int v = 0; v < kVectors; ++v)
+            store8(sum + column + 8 * v, load8(sum + column + 8 * v) + load8(x + column + 8 * v));
+      },
+      [&](int column) { sum[column] = sum[column] + x[column]; });
+}
+
 inline void prefetch_bytes(const void* address, int64_t num_bytes) {
   const char* p = static_cast<const char*>(address);
   for (int64_t i = 0; i < num_bytes; i += 64) __builtin_prefetch(p + i);

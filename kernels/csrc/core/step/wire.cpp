@@ -50,6 +50,18 @@ void write_ids_header(const StepPlan& plan, const Run* begin, const Run* end, st
   }
 }
 
+void write_table_ids(const Table& table, const uint64_t* ids, int64_t count, std::byte* out) {
+  if (table.is_wide) {
+    std::memcpy(out, ids, count * sizeof(uint64_t));
+    return;
+  }
+  for (int64_t i = 0; i < count; ++i) {
+    const int32_t id = static_cast<int32_t>(ids[i]);
+    std::memcpy(out + 4 * i, &id, 4);
+  }
+  if (count % 2) std::memset(out + 4 * count, 0, 4);
+}
+
 int64_t read_ids_header(const StepPlan& plan, int peer, const std::byte* section, int64_t bytes, int64_t first_row,
                         std::vector<Run>* runs, std::vector<const std::byte*>* data) {
   if (bytes == 0) return 0;

@@ -25,6 +25,9 @@ void write_ids_header(const StepPlan& plan, const Run* begin, const Run* end, st
 // Bytes of `count` ids of a table, padding included.
 inline int64_t ids_bytes(const Table& table, int64_t count) { return (count * (table.is_wide ? 8 : 4) + 7) & ~int64_t{7}; }
 
+// Writes `count` ids of a table where a section has them, padding included.
+void write_table_ids(const Table& table, const uint64_t* ids, int64_t count, std::byte* out);
+
 // Reads the counts of a section of `bytes` bytes from `peer`; appends its runs, whose `start` counts on from
 // `first_row`, and where each run's ids lie. Throws ProtocolViolation for counts that do not add up to `bytes`, before
 // reading a byte outside the section. Returns the number of ids.
