@@ -32,6 +32,8 @@ class DataType(enum.Enum):
         return self.value
 
 
+#: The widest table.
+DIM_MAX = 4096
 #: Bytes per element of the trainable row types.
 ROW_DTYPE_BYTES = {DataType.FP32: 4, DataType.FP16: 2, DataType.BF16: 2}
 
@@ -132,8 +134,29 @@ class OptimizerSpec:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class ColumnBlock:
+    """Which columns of a logical table a TableSpec is: a table of its own to the data plane, placed on its own.
+
+    Its rows have the ids of the logical table's, and their values are those of its columns: initial values and
+    stochastic rounding are functions of the logical table's seed and the column's number in it.
+    """
+
+    #: Name of the logical table, its width, this block's number in it and the block's first column.
+    table: str
+    table_dim: int
+    index: int
+    first_column: int
+    #: Whether row-wise optimizer state is of this block's columns alone (TorchRec's behaviour, which depends on the cut
+    #: and so gives up parity with the uncut table) and not of the whole row (PROTOCOLS S7).
+    has_own_statistic: bool = False
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class TableSpec:
-    """One table as the data plane sees it. ``num_blocks`` never changes during the table's life."""
+    """One table as the data plane sees it: whole, or one column block of a logical table.
+
+    ``num_blocks`` never changes during the table's life.
+    """
 
     name: str
     #: Ids are 0 .. num_embeddings-1; 0 means dynamic: any 64-bit id, rows appear as they are trained.
@@ -147,6 +170,29 @@ class TableSpec:
     seed: int = 0
     #: Number of row blocks, a power of two: the units of placement and migration.
     num_blocks: int = 1
+    #: Of a table that is cut into columns (``column_blocks.cut_columns``); then ``seed`` is the logical table's.
+    columns: ColumnBlock | None = None
+
+    @property
+    def logical_name(self) -> str:
+        """The name that users know: of the table that this is, or is a column block of."""
+        return self.columns.table if self.columns else self.name
+
+    @property
+    def first_column(self) -> int:
+        """The number that column 0 has in the logical table."""
+        return self.columns.first_column if self.columns else 0
+
+    @property
+    def logical_dim(self) -> int:
+        """Width of the logical table."""
+        return self.columns.table_dim if self.columns else self.embedding_dim
+
+    @property
+    def shares_statistic(self) -> bool:
+        """Whether the update needs a sum over the column blocks of a row (S7): owners exchange it before they apply."""
+        is_rowwise = self.optimizer.kind is OptimizerKind.ROWWISE_ADAGRAD
+        return self.columns is not None and is_rowwise and not self.columns.has_own_statistic
 
     @property
     def is_static(self) -> bool:
@@ -164,8 +210,8 @@ class TableSpec:
             raise ConfigError("a table has no name")
         if self.num_embeddings < 0:
             raise ConfigError(f"{where}: num_embeddings is {self.num_embeddings}; it must be >= 0 (0: dynamic)")
-        if not 1 <= self.embedding_dim <= 4096:
-            raise ConfigError(f"{where}: embedding_dim is {self.embedding_dim}; it must be in [1, 4096]")
+        if not 1 <= self.embedding_dim <= DIM_MAX:
+            raise ConfigError(f"{where}: embedding_dim is {self.embedding_dim}; it must be in [1, {DIM_MAX}]")
         if self.data_type not in ROW_DTYPE_BYTES:
             allowed = ", ".join(d.value for d in ROW_DTYPE_BYTES)
             raise ConfigError(f"{where}: data_type {self.data_type} cannot be trained; use one of {allowed}")
@@ -173,6 +219,12 @@ class TableSpec:
             raise ConfigError(f"{where}: num_blocks is {self.num_blocks}; it must be a power of two in [1, 65536]")
         if not (math.isfinite(self.init_min) and math.isfinite(self.init_max) and self.init_min <= self.init_max):
             raise ConfigError(f"{where}: init range [{self.init_min}, {self.init_max}) is empty or not finite")
+        last_column = self.first_column + self.embedding_dim
+        if self.columns and not (0 <= self.first_column < last_column <= self.logical_dim <= DIM_MAX):
+            raise ConfigError(
+                f"{where}: columns [{self.first_column}, {last_column}) are not in [0, {self.logical_dim}), or the "
+                f"table is wider than {DIM_MAX}"
+            )
         self.optimizer.validate(f"{where}: optimizer")
 
 
@@ -180,7 +232,9 @@ class TableSpec:
 class FeatureSpec:
     """One lookup: a feature read from a KeyedJaggedTensor, the table it reads and how its bags are pooled.
 
-    The same feature name may occur several times (a feature read by several tables or collections).
+    The same feature name may occur several times (a feature read by several tables or collections). A feature that
+    reads a table cut into columns is one of these per column block, one after the other in column order: together they
+    are its columns of the output.
     """
 
     name: str

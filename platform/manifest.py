@@ -15,7 +15,7 @@ from typing import Any
 
 from shoal.actors.datafile import FORMAT_VERSION, FileEntry, checksum_of
 from shoal.kernels.errors import CheckpointError, ConfigError
-from shoal.kernels.spec import DataType, OptimizerKind, OptimizerSpec, TableSpec, WeightDecayMode
+from shoal.kernels.spec import ColumnBlock, DataType, OptimizerKind, OptimizerSpec, TableSpec, WeightDecayMode
 
 MANIFEST_NAME = "manifest.json"
 CHECKPOINTS = "checkpoints"
@@ -184,14 +184,20 @@ def _parse(data: bytes) -> dict[str, Any] | None:
 def _table_to_json(spec: TableSpec) -> dict[str, Any]:
     optimizer = {**dataclasses.asdict(spec.optimizer), "kind": spec.optimizer.kind.name.lower()}
     optimizer["weight_decay_mode"] = spec.optimizer.weight_decay_mode.name.lower()
-    return {**dataclasses.asdict(spec), "data_type": spec.data_type.value, "optimizer": optimizer}
+    values = {**dataclasses.asdict(spec), "data_type": spec.data_type.value, "optimizer": optimizer}
+    if spec.columns is None:
+        del values["columns"]  # as before there were column blocks
+    return values
 
 
 def _table_from_json(values: Mapping[str, Any]) -> TableSpec:
     optimizer = dict(values["optimizer"])
     optimizer["kind"] = OptimizerKind[optimizer["kind"].upper()]
     optimizer["weight_decay_mode"] = WeightDecayMode[optimizer["weight_decay_mode"].upper()]
-    spec = TableSpec(**{**values, "data_type": DataType(values["data_type"]), "optimizer": OptimizerSpec(**optimizer)})
+    taken = {**values, "data_type": DataType(values["data_type"]), "optimizer": OptimizerSpec(**optimizer)}
+    if "columns" in values:
+        taken["columns"] = ColumnBlock(**values["columns"])
+    spec = TableSpec(**taken)
     try:
         spec.validate()
     except ConfigError as error:
