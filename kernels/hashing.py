@@ -57,14 +57,15 @@ def rounding_keys(seed: int, ids: np.ndarray, step: int) -> np.ndarray:
     return fmix64(init_keys(seed, ids) + np.uint64(GOLDEN64 * (step + 1) & _MASK64))
 
 
-def column_bits(keys: np.ndarray, embedding_dim: int) -> np.ndarray:
-    """32 uniform bits per row and column. uint32[N, D].
+def column_bits(keys: np.ndarray, embedding_dim: int, first_column: int = 0) -> np.ndarray:
+    """32 uniform bits per row and column, of ``embedding_dim`` columns from ``first_column`` on. uint32[N, D].
 
     Source: the "lowbias32" multipliers of Christopher Wellons' hash prospector (public domain), with the key's high
     half mixed in between.
     """
     low, high = keys.astype(np.uint32)[:, None], (keys >> np.uint64(32)).astype(np.uint32)[:, None]
-    x = low + np.arange(embedding_dim, dtype=np.uint32)[None, :] * np.uint32(GOLDEN32)
+    columns = np.arange(first_column, first_column + embedding_dim, dtype=np.uint32)
+    x = low + columns[None, :] * np.uint32(GOLDEN32)
     x ^= x >> np.uint32(16)
     x *= np.uint32(0x7FEB352D)
     x ^= high
@@ -117,11 +118,11 @@ def init_range(init_min: float, init_max: float) -> tuple[np.float32, np.float32
 
 
 def initial_values_reference(
-    seed: int, ids: np.ndarray, embedding_dim: int, init_min: float, init_max: float
+    seed: int, ids: np.ndarray, embedding_dim: int, init_min: float, init_max: float, first_column: int = 0
 ) -> np.ndarray:
-    """Initial weights of rows, uniform in [init_min, init_max). float32[N, D]."""
+    """Initial weights of rows, uniform in [init_min, init_max), from ``first_column`` on. float32[N, D]."""
     low, unit, steps = init_range(init_min, init_max)
-    bits = column_bits(init_keys(seed, ids), embedding_dim)
+    bits = column_bits(init_keys(seed, ids), embedding_dim, first_column)
     units = (bits.astype(np.uint64) * np.uint64(steps)) >> np.uint64(32)
     return low + units.astype(np.float32) * unit
 

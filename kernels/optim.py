@@ -85,7 +85,7 @@ def round_rows_reference(table: TableSpec, ids: torch.Tensor, values: torch.Tens
     if table.data_type == DataType.FP32:
         return values
     keys = hashing.rounding_keys(table.seed, ids.numpy(), step)
-    bits = hashing.column_bits(keys, table.embedding_dim)
+    bits = hashing.column_bits(keys, table.embedding_dim, table.first_column)
     if table.data_type == DataType.BF16:
         patterns = hashing.round_bfloat16_reference(values.numpy(), bits)
         return torch.from_numpy(patterns.view(np.int16)).view(torch.bfloat16)
@@ -95,7 +95,7 @@ def round_rows_reference(table: TableSpec, ids: torch.Tensor, values: torch.Tens
 def initial_rows_reference(table: TableSpec, ids: torch.Tensor) -> torch.Tensor:
     """What rows are created as: int64[N] -> [N, D] in the table's row type."""
     values = hashing.initial_values_reference(
-        table.seed, ids.numpy(), table.embedding_dim, table.init_min, table.init_max
+        table.seed, ids.numpy(), table.embedding_dim, table.init_min, table.init_max, table.first_column
     )
     return round_rows_reference(table, ids, torch.from_numpy(values), step=0)
 

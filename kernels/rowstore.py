@@ -2,7 +2,8 @@
 
 Guarantees:
 
-1. A row's initial value is a pure function of (table seed, id, column); evaluation never creates a row.
+1. A row's initial value is a pure function of (table seed, id, column), the column counted in the logical table;
+   evaluation never creates a row.
 2. A row exists from the first update that reaches it. Reservations (``resolve`` for training) are invisible to
    ``num_rows``, exports and cuts, and vanish with ``discard_reservations``.
 3. ``undo`` restores weights, optimizer state, steps, counts and existence bit for bit (PROTOCOLS C2).
@@ -54,6 +55,8 @@ def table_descriptor(table: TableSpec) -> _core.TableDesc:
         init_min=table.init_min,
         init_max=table.init_max,
         log2_blocks=table.num_blocks.bit_length() - 1,
+        first_column=table.first_column,
+        logical_dim=table.logical_dim,
     )
 
 

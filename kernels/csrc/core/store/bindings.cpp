@@ -51,7 +51,8 @@ void bind_table(nb::module_& m) {
           "__init__",
           [](TableDesc* self, const std::string& name, int64_t num_embeddings, uint32_t dim, int type, int optimizer,
              int decay_mode, float eps, float beta1, float beta2, float weight_decay, float initial_accumulator,
-             uint64_t seed, double init_min, double init_max, uint32_t log2_blocks) {
+             uint64_t seed, double init_min, double init_max, uint32_t log2_blocks, uint32_t first_column,
+             uint32_t logical_dim) {
             new (self) TableDesc();
             self->name = name;
             self->num_embeddings = num_embeddings;
@@ -67,10 +68,12 @@ void bind_table(nb::module_& m) {
             self->seed = seed;
             self->init = make_init_range(init_min, init_max);
             self->log2_blocks = log2_blocks;
+            self->first_column = first_column;
+            self->logical_dim = logical_dim;
           },
           nb::kw_only(), "name"_a, "num_embeddings"_a, "dim"_a, "type"_a, "optimizer"_a, "decay_mode"_a, "eps"_a,
           "beta1"_a, "beta2"_a, "weight_decay"_a, "initial_accumulator"_a, "seed"_a, "init_min"_a, "init_max"_a,
-          "log2_blocks"_a)
+          "log2_blocks"_a, "first_column"_a, "logical_dim"_a)
       .def_ro("name", &TableDesc::name)
       .def_ro("dim", &TableDesc::dim);
   m.def(

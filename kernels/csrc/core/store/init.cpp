@@ -24,7 +24,7 @@ void initial_values(const TableDesc& table, int64_t id, float* out) {
   const uint64_t steps = table.init.steps;
   const float unit = table.init.unit, min = table.init.min;
   for (uint32_t column = 0; column < table.dim; ++column) {
-    const uint32_t units = static_cast<uint32_t>((column_bits(low, high, column) * steps) >> 32);
+    const uint32_t units = static_cast<uint32_t>((column_bits(low, high, table.first_column + column) * steps) >> 32);
     out[column] = min + static_cast<float>(static_cast<int32_t>(units)) * unit;
   }
 }
@@ -93,15 +93,15 @@ inline void encode_group(const float* values, uint32_t low, uint32_t high, uint3
 }
 
 template <RowType TYPE>
-void encode(const float* values, uint32_t dim, uint64_t key, uint16_t* out) {
+void encode(const float* values, uint32_t dim, uint32_t first_column, uint64_t key, uint16_t* out) {
   const uint32_t low = static_cast<uint32_t>(key), high = static_cast<uint32_t>(key >> 32);
   uint32_t d = 0;
-  for (; d + kGroup <= dim; d += kGroup) encode_group<TYPE>(values + d, low, high, d, out + d);
+  for (; d + kGroup <= dim; d += kGroup) encode_group<TYPE>(values + d, low, high, first_column + d, out + d);
   if (d == dim) return;
   float last[kGroup] = {};
   uint16_t rounded[kGroup];
   std::memcpy(last, values + d, (dim - d) * sizeof(float));
-  encode_group<TYPE>(last, low, high, d, rounded);
+  encode_group<TYPE>(last, low, high, first_column + d, rounded);
   std::memcpy(out + d, rounded, (dim - d) * sizeof(uint16_t));
 }
 
@@ -111,9 +111,9 @@ void encode_row(const TableDesc& table, int64_t id, uint64_t step, const float* 
   const uint64_t key = rounding_key(table.seed, id, step);
   uint16_t* out = reinterpret_cast<uint16_t*>(weights);
   if (table.type == RowType::BF16) {
-    encode<RowType::BF16>(values, table.dim, key, out);
+    encode<RowType::BF16>(values, table.dim, table.first_column, key, out);
   } else {
-    encode<RowType::F16>(values, table.dim, key, out);
+    encode<RowType::F16>(values, table.dim, table.first_column, key, out);
   }
 }
 

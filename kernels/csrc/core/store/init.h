@@ -12,9 +12,9 @@ void initial_values(const TableDesc& table, int64_t id, float* out);
 // The row as it would be read after creation: initial values rounded to the table's row type, as float32.
 void initial_row(const TableDesc& table, int64_t id, float* out);
 
-// Round float32 to the table's row type and store. The rounding is stochastic and keyed by (seed, id, column, step):
-// a value is rounded up with probability equal to its distance from the lower neighbour. Finite values saturate at the
-// largest finite number; infinities and NaN stay what they are. `type` is F16 or BF16.
+// Round float32 to the table's row type and store. The rounding is stochastic and keyed by (seed, id, column, step),
+// the column counted in the logical table: a value is rounded up with probability equal to its distance from the lower
+// neighbour. Finite values saturate at the largest finite number; infinities and NaN stay what they are. `type` is F16 or BF16.
 void encode_row(const TableDesc& table, int64_t id, uint64_t step, const float* values, std::byte* weights);
 
 // Fill a fresh record: header, optimizer state and weights, marked reserved. The stamp is left as it is.

@@ -40,6 +40,8 @@ struct TableDesc {
   std::string name;
   int64_t num_embeddings = 0;  // 0: dynamic, any 64-bit id.
   uint32_t dim = 0;
+  uint32_t first_column = 0;  // Of a column block of a wider table: the number of its column 0 there.
+  uint32_t logical_dim = 0;   // Width of that table; else dim.
   RowType type = RowType::F32;
   OptimizerKind optimizer = OptimizerKind::ROWWISE_ADAGRAD;
   WeightDecayMode decay_mode = WeightDecayMode::NONE;
