@@ -57,8 +57,8 @@ class WorkerSpec:
 
     run: str
     build_model: Callable[[], nn.Module]
-    #: The job's settings applied to a table's config.
-    make_table: Callable[[BaseEmbeddingConfig], TableSpec]
+    #: The job's settings applied to a table's config: the table, or its column blocks.
+    make_table: Callable[[BaseEmbeddingConfig], TableSpec | Sequence[TableSpec]]
     policies: Mapping[str, IdPolicy]
     learning_rates: Callable[[Sequence[TableSpec]], LearningRates]
     dense_optimizer: DenseOptimizerSpec

@@ -110,8 +110,9 @@ def check_tables(tables: Sequence[TableSpec]) -> None:
                 f"two tables are named {spec.name!r}"
                 + (f": a column block of table {spec.logical_name!r} and another; rename one" if spec.columns else "")
             )
+    first = 0
     for name, blocks in logical_tables(tables).items():
-        whole, first = logical_table(blocks[0]), tables.index(blocks[0])
+        whole = logical_table(blocks[0])
         columns = 0
         for spec in blocks:
             if logical_table(spec) != whole or spec.first_column != columns:
@@ -119,3 +120,4 @@ def check_tables(tables: Sequence[TableSpec]) -> None:
             columns += spec.embedding_dim
         if columns != whole.embedding_dim or tuple(tables[first : first + len(blocks)]) != blocks:
             raise ConfigError(f"table {name!r}: its column blocks are not all there, one after the other")
+        first += len(blocks)

@@ -27,6 +27,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -34,6 +35,7 @@ import numpy as np
 import torch
 
 from shoal.kernels import _core
+from shoal.kernels.column_blocks import check_tables
 from shoal.kernels.errors import ConfigError, ProtocolError
 from shoal.kernels.outputs import StepMemory
 from shoal.kernels.rowstore import RowStore
@@ -72,17 +74,40 @@ class OutputSpec:
 
 
 def plan_outputs(tables: Sequence[TableSpec], features: Sequence[FeatureSpec]) -> list[OutputSpec]:
-    """Output tensors in order: by collection; within one its pooled features as one tensor, then each sequence."""
+    """Output tensors in order: by collection; within one its pooled features as one tensor, then each sequence.
+
+    The column blocks of a feature that reads a cut table are side by side in its output.
+    """
     outputs = []
     for collection in sorted({feature.collection for feature in features}):
         members = [f for f, feature in enumerate(features) if feature.collection == collection]
         pooled = [f for f in members if features[f].pooling is not PoolingType.NONE]
         groups = [(tuple(pooled), False)] if pooled else []
-        groups += [((f,), True) for f in members if features[f].pooling is PoolingType.NONE]
+        sequences = [f for f in members if features[f].pooling is PoolingType.NONE]
+        groups += [(block, True) for block in _column_runs(tables, features, sequences)]
         for group, is_sequence in groups:
             width = sum(tables[features[f].table].embedding_dim for f in group)
             outputs.append(OutputSpec(collection=collection, features=group, width=width, is_sequence=is_sequence))
     return outputs
+
+
+def _column_runs(
+    tables: Sequence[TableSpec], features: Sequence[FeatureSpec], sequences: Sequence[int]
+) -> list[tuple[int, ...]]:
+    """``sequences`` cut before each that reads column 0 of its logical table: one run per output."""
+    runs: list[tuple[int, ...]] = []
+    for f in sequences:
+        if tables[features[f].table].first_column == 0:
+            runs.append((f,))
+        else:
+            runs[-1] += (f,)
+    return runs
+
+
+def _leaders(tables: Sequence[TableSpec]) -> list[int]:
+    """Per table: index of the first column block of its logical table where it is another one; else -1."""
+    firsts = {spec.logical_name: t for t, spec in reversed(list(enumerate(tables)))}
+    return [-1 if firsts[spec.logical_name] == t else firsts[spec.logical_name] for t, spec in enumerate(tables)]
 
 
 class StepPlan:
@@ -120,8 +145,8 @@ class StepPlan:
         self.codecs = (CODEC_FP32,) * len(self.tables)
         self.hash = self._hash()
         self._native = _core.StepPlan(store.native, rank, world_size, num_threads, [])
-        for owners in self.placement:
-            self._native.add_table(owners.tolist())
+        for owners, leader in zip(self.placement, _leaders(tables)):
+            self._native.add_table(owners.tolist(), leader)
         place = {f: (o, column) for o, output in enumerate(self.outputs) for f, column in self._columns(output)}
         for output in self.outputs:
             self._native.add_output(output.width)
@@ -308,8 +333,9 @@ class Lookup:
     def counters(self) -> dict[str, int | np.ndarray]:
         """Figures of the last route and resolve.
 
-        num_ids, num_unique, num_dropped, num_remapped, id_bytes, row_bytes (sent to other ranks), scratch_bytes; and
-        int64 [T] table_unique (unique rows asked for) and table_served (rows served, per source rank).
+        num_ids, num_unique, num_dropped, num_remapped (once per row or id, whatever the number of column blocks),
+        id_bytes, row_bytes (sent to other ranks), scratch_bytes; and int64 [T] table_unique (unique rows asked for)
+        and table_served (rows served, per source rank).
         """
         return self.native.counters()
 
@@ -345,11 +371,11 @@ def _check_plan(
     if len(placement) != len(tables):
         raise ConfigError(f"{len(tables)} tables but placements of {len(placement)}")
     for table, owners in zip(tables, placement):
-        table.validate()
         if len(owners) != table.num_blocks:
             raise ConfigError(f"table {table.name!r}: {table.num_blocks} row blocks but {len(owners)} owners")
         if len(owners) and int(np.max(owners)) >= world_size:
             raise ConfigError(f"table {table.name!r}: a block is placed on rank {int(np.max(owners))} of {world_size}")
+    check_tables(tables)
     for feature in features:
         if not 0 <= feature.table < len(tables):
             raise ConfigError(f"feature {feature.name!r}: there is no table {feature.table}")
@@ -358,6 +384,23 @@ def _check_plan(
             raise ConfigError(f"feature {feature.name!r}: policy {feature.policy.name} needs a static table")
         if feature.is_weighted and feature.pooling is PoolingType.NONE:
             raise ConfigError(f"feature {feature.name!r}: a sequence has no per-sample weights")
+    _check_column_features(tables, features)
+
+
+def _check_column_features(tables: Sequence[TableSpec], features: Sequence[FeatureSpec]) -> None:
+    """A feature that reads a cut table must read all its column blocks, in order, one after the other."""
+    num_blocks_of = Counter(spec.logical_name for spec in tables)
+    f = 0
+    while f < len(features):
+        first = features[f].table
+        num_blocks = num_blocks_of[tables[first].logical_name]
+        expected = [dataclasses.replace(features[f], table=first + block) for block in range(num_blocks)]
+        if tables[first].first_column != 0 or list(features[f : f + num_blocks]) != expected:
+            raise ConfigError(
+                f"feature {features[f].name!r} does not read the column blocks of table "
+                f"{tables[first].logical_name!r} one after the other"
+            )
+        f += num_blocks
 
 
 __all__ = ["CODEC_FP32", "Lookup", "OutputSpec", "RouteResult", "StepPlan", "plan_outputs"]

@@ -79,7 +79,7 @@ class JobLearningRates:
     def __init__(self, config: JobConfig, tables: Sequence[TableSpec]) -> None:
         self._config = config
         self._base = np.array([table.optimizer.lr for table in tables], dtype=np.float32)
-        schedules = [config.table_schedule(table.name) for table in tables]
+        schedules = [config.table_schedule(table.logical_name) for table in tables]
         distinct = list(dict.fromkeys(schedules))
         self._schedules = distinct
         self._index = np.array([distinct.index(schedule) for schedule in schedules], dtype=np.int64)

@@ -54,10 +54,8 @@ nb::tuple route(PyLookup& self, uintptr_t values, bool values_are_wide, int64_t 
     nb::gil_scoped_release release;
     status = self.lookup.route(batch, is_training);
   }
-  int64_t dropped = 0, remapped = 0;
-  for (int64_t n : self.lookup.dropped()) dropped += n;
-  for (int64_t n : self.lookup.remapped()) remapped += n;
-  return nb::make_tuple(status.status, status.bad_feature, status.bad_value, status.bad_position, dropped, remapped);
+  return nb::make_tuple(status.status, status.bad_feature, status.bad_value, status.bad_position,
+                        self.lookup.num_dropped(), self.lookup.num_remapped());
 }
 
 nb::dict counters(const PyLookup& self) {
@@ -73,8 +71,8 @@ nb::dict counters(const PyLookup& self) {
   nb::dict result;
   result["num_ids"] = self.lookup.num_positions();
   result["num_unique"] = self.lookup.num_unique();
-  result["num_dropped"] = sum(self.lookup.dropped());
-  result["num_remapped"] = sum(self.lookup.remapped());
+  result["num_dropped"] = self.lookup.num_dropped();
+  result["num_remapped"] = self.lookup.num_remapped();
   result["id_bytes"] = sum(ids);
   result["row_bytes"] = sum(self.lookup.row_bytes_out());
   result["scratch_bytes"] = self.lookup.nbytes();
@@ -103,7 +101,7 @@ void bind_plan(nb::module_& m) {
           },
           "store"_a, "rank"_a, "world_size"_a, "num_threads"_a, "hosts"_a, nb::keep_alive<1, 2>())
       .def("add_table",
-           [](StepPlan& self, const std::vector<uint16_t>& owners) {
+           [](StepPlan& self, const std::vector<uint16_t>& owners, int leader) {
              const int index = self.num_tables();
              if (index >= static_cast<int>(self.store->num_tables())) throw std::invalid_argument("unknown table");
              const TableDesc& desc = self.store->table(index);
@@ -114,6 +112,9 @@ void bind_plan(nb::module_& m) {
              table.num_embeddings = static_cast<uint64_t>(desc.num_embeddings);
              table.log2_blocks = desc.log2_blocks;
              table.owners = owners;
+             if (leader >= index) throw std::invalid_argument("column blocks follow the first of their table");
+             table.leader = leader;
+             self.has_column_blocks |= leader >= 0;
              table.has_one_owner = std::all_of(owners.begin(), owners.end(),
                                                [&](uint16_t owner) { return owner == owners[0]; });
              table.is_wide = desc.num_embeddings == 0 || desc.num_embeddings > int64_t{1} << 31;

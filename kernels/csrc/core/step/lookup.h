@@ -77,9 +77,11 @@ class Lookup {
   // Gradient of per-sample weights, added into out [num_values] (the caller zeroes it).
   void weight_grad(const float* const* grads, float* out);
 
-  // Statistics of the last route and resolve.
-  int64_t num_positions() const { return num_positions_; }
-  int64_t num_unique() const { return num_unique_total_; }
+  // Statistics of the last route and resolve. Column blocks of one table count once, but in table_loads.
+  int64_t num_positions() const;
+  int64_t num_unique() const;
+  int64_t num_dropped() const { return sum_over_ids(dropped_); }
+  int64_t num_remapped() const { return sum_over_ids(remapped_); }
   const std::vector<int64_t>& feature_counts() const { return feature_count_; }
   const std::vector<int64_t>& dropped() const { return dropped_; }
   const std::vector<int64_t>& remapped() const { return remapped_; }
@@ -94,6 +96,10 @@ class Lookup {
   RouteStatus route_typed(const BatchView& batch);
   template <class Offset>
   void place_positions(const BatchView& batch);
+  template <class Value, class Offset>
+  void dedup_table(const BatchView& batch, int table, int64_t* bad_index);
+  void copy_leader(int table);
+  int64_t sum_over_ids(const std::vector<int64_t>& per_feature) const;
   void order_by_owner();
   // rows.cpp
   void find_slots();

@@ -35,6 +35,9 @@ struct Table {
   bool has_scaled_features = false;  // MEAN or weighted: gradients are multiplied per position
   bool has_weighted_features = false;
   int64_t wire_row_bytes = 0;
+  // A column block other than the first of its table: the first one. Both have the same features over the same ids, which
+  // are de-duplicated once; else -1.
+  int leader = -1;
   std::vector<int> features;  // in plan order: positions of a table are numbered in this order
 
   int owner_of(uint64_t mixed_id) const {
@@ -63,6 +66,7 @@ struct StepPlan {
   std::vector<Feature> features;
   std::vector<int64_t> output_strides;      // floats per row of each output tensor
   std::vector<std::vector<int>> pooled;     // pooled features of each output, in column order (empty: a sequence)
+  bool has_column_blocks = false;
   int rank = 0;
   int world_size = 1;
   std::unique_ptr<Threads> threads;

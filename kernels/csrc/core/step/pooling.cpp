@@ -162,13 +162,13 @@ void pool_bags(const Rows& rows, const BagJob& job) {
 }
 
 template <class Rows>
-void copy_rows(const Rows& rows, const uint32_t* inverse, int64_t begin, int64_t end, float* output) {
+void copy_rows(const Rows& rows, const uint32_t* inverse, int64_t begin, int64_t end, float* output, int64_t stride) {
   alignas(32) float space[kDimMax];
   for (int64_t p = begin; p < end; ++p) {
     if (p + kAhead < end)
       prefetch_bytes(reinterpret_cast<const void*>(rows.addresses[inverse[p + kAhead]] & ~kEncodedTag),
                      rows.dim * int64_t{4});
-    std::memcpy(output + p * rows.dim, rows.read(inverse[p], space), rows.dim * sizeof(float));
+    std::memcpy(output + p * stride, rows.read(inverse[p], space), rows.dim * sizeof(float));
   }
 }
 
@@ -215,7 +215,8 @@ void Lookup::pool(const int64_t* sources, float* const* outputs) {
     plan_->threads->run((count + kSequenceBlock - 1) / kSequenceBlock, [&](int64_t task, int) {
       with_rows(feature.table, [&](const auto& rows) {
         copy_rows(rows, inverse_.data() + feature_start_[f], task * kSequenceBlock,
-                  std::min(count, (task + 1) * kSequenceBlock), outputs[feature.output]);
+                  std::min(count, (task + 1) * kSequenceBlock), outputs[feature.output] + feature.column,
+                  plan_->output_strides[feature.output]);
       });
     });
   }

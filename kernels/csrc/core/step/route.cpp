@@ -174,13 +174,100 @@ void Lookup::place_positions(const BatchView& batch) {
     }
   }
   if (position > kPositionsMax) throw std::invalid_argument("more than 2^31 - 2 ids in one batch of one rank");
+  for (const Table& table : plan_->tables) {
+    if (table.leader < 0) continue;
+    const std::vector<int>& leaders = plan_->tables[table.leader].features;
+    if (!std::equal(leaders.begin(), leaders.end(), table.features.begin(), table.features.end(),
+                    [&](int a, int b) { return batch.key_columns[a] == batch.key_columns[b]; }))
+      throw std::invalid_argument("the column blocks of a table must read the same columns of the batch");
+  }
   position_start_[plan_->num_tables()] = num_positions_ = position;
   bag_offsets_.grow(static_cast<size_t>(plan_->num_features()) * (B + 1));
 }
 
 template <class Value, class Offset>
-RouteStatus Lookup::route_typed(const BatchView& batch) {
+void Lookup::dedup_table(const BatchView& batch, int t, int64_t* bad_index) {
   const int64_t B = batch.batch_size;
+  const Table& table = plan_->tables[t];
+  Scratch& scratch = thread_scratch();
+  const int64_t start = position_start_[t];
+  scratch.reset(position_start_[t + 1] - start);
+  num_unique_[t] = 0;
+  for (int f : table.features) {
+    const int64_t first = feature_start_[f];
+    uint32_t* bags = bag_offsets_.data() + f * (B + 1);
+    if (batch.key_columns[f] < 0) {
+      std::fill(bags, bags + B + 1, static_cast<uint32_t>(first));
+    } else {
+      const Offset* offsets = static_cast<const Offset*>(batch.offsets) + batch.key_columns[f] * B;
+      const int64_t shift = first - value_start_[f];
+      bool is_ascending = true;
+      bags[0] = static_cast<uint32_t>(first);
+      for (int64_t b = 0; b < B; ++b) {
+        is_ascending &= offsets[b] <= offsets[b + 1];
+        bags[b + 1] = static_cast<uint32_t>(offsets[b + 1] + shift);
+      }
+      if (!is_ascending) throw std::invalid_argument("offsets of feature " + std::to_string(f) + " descend");
+    }
+    const DedupArrays out{inverse_.data() + first,
+                          unique_ids_.data() + start,
+                          unique_count_.data() + start,
+                          table.has_one_owner ? nullptr : unique_owner_.data() + start,
+                          static_cast<uint32_t>(start),
+                          static_cast<uint32_t>(num_positions_)};
+    const DedupOutcome outcome =
+        dedup_feature(static_cast<const Value*>(batch.values) + value_start_[f], feature_count_[f], table,
+                      plan_->features[f].policy, scratch, out, &num_unique_[t]);
+    dropped_[f] = outcome.num_dropped;
+    remapped_[f] = outcome.num_remapped;
+    bad_index[f] = outcome.bad_index;
+  }
+}
+
+// A further column block of a table: its rows are the leader's, numbered from its own first position.
+void Lookup::copy_leader(int t) {
+  const Table& table = plan_->tables[t];
+  const Table& leader = plan_->tables[table.leader];
+  const int64_t start = position_start_[t], leader_start = position_start_[table.leader];
+  const int64_t n = num_unique_[t] = num_unique_[table.leader];
+  const uint32_t shift = static_cast<uint32_t>(start - leader_start), dropped = static_cast<uint32_t>(num_positions_);
+  for (size_t i = 0; i < table.features.size(); ++i) {
+    const int f = table.features[i], from = leader.features[i];
+    const uint32_t* bags = bag_offsets_.data() + from * (batch_size_ + 1);
+    for (int64_t b = 0; b <= batch_size_; ++b) bag_offsets_[f * (batch_size_ + 1) + b] = bags[b] + shift;
+    dropped_[f] = dropped_[from];
+    remapped_[f] = remapped_[from];
+  }
+  const int64_t num_positions = position_start_[t + 1] - start;
+  for (int64_t p = 0; p < num_positions; ++p) {
+    const uint32_t u = inverse_[leader_start + p];
+    inverse_[start + p] = u == dropped ? dropped : u + shift;
+  }
+  std::copy_n(unique_ids_.data() + leader_start, n, unique_ids_.data() + start);
+  std::copy_n(unique_count_.data() + leader_start, n, unique_count_.data() + start);
+  if (table.has_one_owner) return;
+  for (int64_t i = 0; i < n; ++i)
+    unique_owner_[start + i] = static_cast<uint16_t>(table.owner_of(fmix64(unique_ids_[start + i])));
+}
+
+int64_t Lookup::sum_over_ids(const std::vector<int64_t>& per_feature) const {
+  int64_t total = 0;
+  for (int f = 0; f < plan_->num_features(); ++f)
+    if (plan_->tables[plan_->features[f].table].leader < 0) total += per_feature[f];
+  return total;
+}
+
+int64_t Lookup::num_positions() const { return sum_over_ids(feature_count_); }
+
+int64_t Lookup::num_unique() const {
+  int64_t total = 0;
+  for (int t = 0; t < plan_->num_tables(); ++t)
+    if (plan_->tables[t].leader < 0) total += num_unique_[t];
+  return total;
+}
+
+template <class Value, class Offset>
+RouteStatus Lookup::route_typed(const BatchView& batch) {
   const bool needs_owners = std::any_of(plan_->tables.begin(), plan_->tables.end(),
                                         [](const Table& t) { return !t.has_one_owner; });
   inverse_.grow(num_positions_);
@@ -189,41 +276,12 @@ RouteStatus Lookup::route_typed(const BatchView& batch) {
   if (needs_owners) unique_owner_.grow(num_positions_);
   std::vector<int64_t> bad_index(plan_->num_features(), -1);
   plan_->threads->run(plan_->num_tables(), [&](int64_t t, int) {
-    const Table& table = plan_->tables[t];
-    Scratch& scratch = thread_scratch();
-    const int64_t start = position_start_[t];
-    scratch.reset(position_start_[t + 1] - start);
-    num_unique_[t] = 0;
-    for (int f : table.features) {
-      const int64_t first = feature_start_[f];
-      uint32_t* bags = bag_offsets_.data() + f * (B + 1);
-      if (batch.key_columns[f] < 0) {
-        std::fill(bags, bags + B + 1, static_cast<uint32_t>(first));
-      } else {
-        const Offset* offsets = static_cast<const Offset*>(batch.offsets) + batch.key_columns[f] * B;
-        const int64_t shift = first - value_start_[f];
-        bool is_ascending = true;
-        bags[0] = static_cast<uint32_t>(first);
-        for (int64_t b = 0; b < B; ++b) {
-          is_ascending &= offsets[b] <= offsets[b + 1];
-          bags[b + 1] = static_cast<uint32_t>(offsets[b + 1] + shift);
-        }
-        if (!is_ascending) throw std::invalid_argument("offsets of feature " + std::to_string(f) + " descend");
-      }
-      const DedupArrays out{inverse_.data() + first,
-                            unique_ids_.data() + start,
-                            unique_count_.data() + start,
-                            table.has_one_owner ? nullptr : unique_owner_.data() + start,
-                            static_cast<uint32_t>(start),
-                            static_cast<uint32_t>(num_positions_)};
-      const DedupOutcome outcome =
-          dedup_feature(static_cast<const Value*>(batch.values) + value_start_[f], feature_count_[f], table,
-                        plan_->features[f].policy, scratch, out, &num_unique_[t]);
-      dropped_[f] = outcome.num_dropped;
-      remapped_[f] = outcome.num_remapped;
-      bad_index[f] = outcome.bad_index;
-    }
+    if (plan_->tables[t].leader < 0) dedup_table<Value, Offset>(batch, static_cast<int>(t), bad_index.data());
   });
+  if (plan_->has_column_blocks)
+    plan_->threads->run(plan_->num_tables(), [&](int64_t t, int) {
+      if (plan_->tables[t].leader >= 0) copy_leader(static_cast<int>(t));
+    });
   order_by_owner();
   for (int f = 0; f < plan_->num_features(); ++f) {
     if (bad_index[f] < 0) continue;
