@@ -47,6 +47,8 @@ class GroupSpec:
     store_port: int = 0
     #: auto: shared memory among ranks of a host, Gloo across; shm, gloo; nccl: rows over NCCL, the rest as auto.
     transport: str = "auto"
+    #: Whether the ranks of a host need an exchange of their own (``row_exchange``).
+    has_local: bool = False
     #: Address of the interface Gloo listens on; empty: loopback when all ranks share a host, else Gloo's choice.
     bind_address: str = ""
     #: Deadline of forming, in seconds.
@@ -102,6 +104,7 @@ class Groups:
         transport: Transport,
         *,
         payload_transport: Transport | None = None,
+        local_transport: Transport | None = None,
         control: dist.ProcessGroup | None = None,
         roll_call: RollCall | None = None,
         sockets: Sequence[socket.socket] = (),
@@ -111,11 +114,18 @@ class Groups:
         self.transport = transport
         #: Rows and gradients, when they take another way than ``transport``.
         self.payload_transport = payload_transport
+        #: Among the ranks of this host only, in rank order; None unless ``GroupSpec.has_local``. It may share memory
+        #: with ``transport``: the thread that uses one uses the other (S11).
+        self.local_transport = local_transport
         #: A Gloo group for rare control traffic (broadcast of dense state, barriers); never used by the step.
         self.control = control
         self._roll_call = roll_call
         self._sockets = list(sockets)
         self._is_destroyed = False
+
+    def _transports(self) -> list[Transport]:
+        found = (self.transport, self.payload_transport, self.local_transport)
+        return [transport for transport in found if transport is not None]
 
     def abort(self, reason: str = "aborted") -> None:
         """Release every peer that waits for this rank, from any thread; this rank's blocked calls raise PeerError."""
@@ -123,9 +133,8 @@ class Groups:
             return
         if self._roll_call is not None:
             self._roll_call.sign(LEFT, reason)
-        self.transport.abort(reason)
-        if self.payload_transport is not None:
-            self.payload_transport.abort(reason)
+        for transport in self._transports():
+            transport.abort(reason)
         for connection in self._sockets:
             try:
                 connection.shutdown(socket.SHUT_RDWR)
@@ -138,9 +147,8 @@ class Groups:
             return
         self.abort(reason)
         self._is_destroyed = True
-        self.transport.close()
-        if self.payload_transport is not None:
-            self.payload_transport.close()
+        for transport in self._transports():
+            transport.close()
         for connection in self._sockets:
             connection.close()
         self._sockets = []
@@ -180,13 +188,16 @@ class _Former:
         roll_call = RollCall(self.store, self.spec.rank, self.spec.world_size)
         transport: Transport | None = None
         payload: Transport | None = None
+        local: Transport | None = None
         try:
             transport = self._transport(roll_call)
+            if self.spec.has_local:
+                local = self._local(transport)
             if self.spec.transport == "nccl":
                 payload = self._nccl()
             self.meet("formed")
         except BaseException:
-            for opened in (transport, payload):
+            for opened in (transport, payload, local):
                 if opened is not None:
                     opened.close()
             for connection in control_sockets:
@@ -196,6 +207,7 @@ class _Former:
             self.spec,
             transport,
             payload_transport=payload,
+            local_transport=local,
             control=control,
             roll_call=roll_call,
             sockets=control_sockets,
@@ -248,16 +260,21 @@ class _Former:
             f"{self.spec.store_port} cannot be reached ({str(error).splitlines()[0][:160]})"
         )
 
-    def _form_gloo(self, name: str) -> tuple[dist.ProcessGroup, list[socket.socket]]:
-        """A Gloo group over all ranks and its connections. Gloo can overstay its timeout, so a thread waits for it."""
-        spec, store = self.spec, dist.PrefixStore(name, self.store)
+    def _form_gloo(
+        self, name: str, ranks: Sequence[int] | None = None
+    ) -> tuple[dist.ProcessGroup, list[socket.socket]]:
+        """A Gloo group over ``ranks`` (default: all) and its connections. Gloo can overstay its timeout, so a thread
+        waits for it."""
+        store = dist.PrefixStore(name, self.store)
+        members = list(range(self.spec.world_size)) if ranks is None else list(ranks)
+        rank, size = members.index(self.spec.rank), len(members)
         outcome: list[Any] = []
 
         def work() -> None:
             before = socket_inodes()
             try:
-                group = dist.ProcessGroupGloo(store, spec.rank, spec.world_size, self._gloo_options())
-                outcome.append((group, mesh_sockets(store, spec.rank, spec.world_size, before)))
+                group = dist.ProcessGroupGloo(store, rank, size, self._gloo_options())
+                outcome.append((group, mesh_sockets(store, rank, size, before)))
             except Exception as error:  # of any kind: whoever waits for the thread must not wait in vain
                 outcome.append(error)
 
@@ -306,6 +323,20 @@ class _Former:
         except BaseException:
             gloo.close()
             raise
+
+    def _local(self, transport: Transport) -> Transport:
+        """The transport among the ranks of this host: shared memory that is there already, or Gloo."""
+        if isinstance(transport, CompositeTransport):
+            return transport.local_transport
+        spec = self.spec
+        local = [rank for rank, host in enumerate(spec.hosts) if host == spec.hosts[spec.rank]]
+        if len(local) == spec.world_size:
+            return transport
+        if len(local) == 1:
+            return LoopbackTransport()
+        group, sockets = self._form_gloo(f"local-{local[0]}", local)
+        number = local.index(spec.rank)
+        return GlooTransport(group, number, len(local), sockets=sockets, local_ranks=frozenset(range(len(local))))
 
     def _all_hosts_have_shm(self, num_local: int) -> bool:
         """All ranks agree on whether shared memory is used: one without it turns it off for all (transport auto)."""

@@ -81,6 +81,8 @@ class View:
     transport: str
     store_host: str
     store_port: int
+    #: How rows travel: flat or hierarchical (``kernels/row_exchange``). A switch changes numbers in rounding (S5).
+    exchange: str = "flat"
     #: For every rank the rank that holds copies of its row blocks and of its metric bins (F5); empty: nobody does.
     buddies: tuple[int, ...] = ()
 

@@ -17,6 +17,7 @@ from shoal.actors.sharded import ModelTables
 from shoal.kernels.exchange import Exchange
 from shoal.kernels.frame import Identity
 from shoal.kernels.plan import StepPlan
+from shoal.kernels.row_exchange import FlatRows, HierarchicalRows, RowExchange, host_numbers
 from shoal.kernels.rowstore import RowStore
 
 logger = logging.getLogger(__name__)
@@ -56,6 +57,8 @@ class OpenView:
         self.view, self.rank = view, rank
         self._model_tables, self._store, self._options = model_tables, store, options
         self.session: Session | None = None
+        # On one host there is nobody to carry rows to.
+        self._is_hierarchical = view.exchange == "hierarchical" and len(set(view.hosts)) > 1
         self.groups: Groups = form(
             GroupSpec(
                 run=view.run,
@@ -65,6 +68,7 @@ class OpenView:
                 store_host=view.store_host,
                 store_port=view.store_port,
                 transport=view.transport,
+                has_local=self._is_hierarchical,
                 # Among ranks of one host Gloo listens on loopback; across hosts it may choose that too, unless told.
                 bind_address=options.bind_address if len(set(view.hosts)) > 1 else "",
                 form_timeout_s=form_timeout_s,
@@ -81,6 +85,7 @@ class OpenView:
                 rank=rank,
                 world_size=view.world_size,
                 num_threads=options.num_threads,
+                hosts=host_numbers(view.hosts) if self._is_hierarchical else (),
             )
         except BaseException:
             self.groups.destroy()
@@ -105,8 +110,25 @@ class OpenView:
             timeout_s=self._options.op_timeout_s,
             payload_transport=self.groups.payload_transport,
         )
-        self.session = Session(self._model_tables, self._store, self.plan, exchange, start_timeout_s=start_timeout_s)
+        self.session = Session(
+            self._model_tables,
+            self._store,
+            self.plan,
+            exchange,
+            rows=self._rows(exchange),
+            start_timeout_s=start_timeout_s,
+        )
         return self.session
+
+    def _rows(self, exchange: Exchange) -> RowExchange:
+        if not self._is_hierarchical:
+            return FlatRows(exchange)
+        transport = self.groups.local_transport
+        assert transport is not None, "formed with has_local"
+        identity = dataclasses.replace(exchange.identity, rank=transport.rank, world_size=transport.world_size)
+        return HierarchicalRows(
+            exchange, Exchange(transport, identity, timeout_s=self._options.op_timeout_s), self.plan
+        )
 
     def abort(self, reason: str = "aborted") -> None:
         """Break the groups from any thread: an exchange in progress raises, here and at the peers (F1)."""

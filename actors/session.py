@@ -30,6 +30,7 @@ from shoal.kernels.exchange import Exchange, Headers, raise_for_status
 from shoal.kernels.frame import Flag, Kind, Status
 from shoal.kernels.jagged import KeyedJaggedTensor
 from shoal.kernels.plan import Lookup, StepPlan
+from shoal.kernels.row_exchange import FlatRows, RowExchange
 from shoal.kernels.rowstore import RowStore
 from shoal.kernels.vbe import expand_inverse_indices
 
@@ -98,6 +99,7 @@ class Session:
         store: the rows this rank owns.
         plan: the step plan of the view.
         exchange: framed collectives of the view.
+        rows: the way of rows and their gradients; straight unless given.
         start_timeout_s: patience of the first step, beyond the exchange's own deadline: ranks restore and warm up at
             different speeds.
     """
@@ -109,12 +111,14 @@ class Session:
         plan: StepPlan,
         exchange: Exchange,
         *,
+        rows: RowExchange | None = None,
         start_timeout_s: float = 0.0,
     ) -> None:
         self.model_tables = model_tables
         self.store = store
         self.plan = plan
         self.exchange = exchange
+        self.rows: RowExchange = rows or FlatRows(exchange)
         self.clock = PhaseClock()
         self._dense_reducer: DenseReducer | None = None
         self._free: list[Lookup] = []
@@ -247,32 +251,20 @@ class Session:
             self._counts[0] += route.num_dropped
             self._counts[1] += route.num_remapped
         self.clock.mark("route")
-        id_bytes = lookup.id_bytes()[None, :]
+        sections = self.rows.sections(lookup)
         fields = {"denominator": loss_weight, "numbers": (kjt.stride(),), "status": status, "detail": detail}
         if sequence == 0:
-            headers = self._open_header(kind, self._step, id_bytes, flags=flags, control=control, **fields)
+            headers = self._open_header(kind, self._step, sections, flags=flags, control=control, **fields)
             while Flag.WAIT in headers.flags:
-                headers = self._open_header(kind, self._step, id_bytes, flags=flags, control=control, **fields)
+                headers = self._open_header(kind, self._step, sections, flags=flags, control=control, **fields)
         else:
-            headers = self.exchange.header(kind, self._step, micro_batch=sequence, sections=id_bytes, **fields)
+            headers = self.exchange.header(kind, self._step, micro_batch=sequence, sections=sections, **fields)
         if headers.statuses.any():
             self._raise_for_status(headers, error)
         faults.reach("step.header_done")
-        ids = self.exchange.round(Kind.IDS, self._step, id_bytes, headers.section_bytes)
-        lookup.write_ids(ids.send_addresses[0])
-        sources = ids.run()
-        faults.reach("step.ids_done")
-        self.clock.mark("F")
-        lookup.resolve(sources[0], headers.section_bytes[0])
-        values = self.exchange.round(
-            Kind.VALUES, self._step, lookup.row_bytes_out()[None, :], lookup.row_bytes_in()[None, :]
-        )
-        lookup.write_rows(values.send_addresses[0])
-        self.clock.mark("gather")
-        sources = values.run()
+        sources = self.rows.fetch(lookup, self._step, headers, self.clock.mark)
         faults.reach("step.values_done")
-        self.clock.mark("F")
-        self._pool_outputs(round_, sources[0])
+        self._pool_outputs(round_, sources)
         self.clock.mark("pool")
         return headers
 
@@ -285,7 +277,7 @@ class Session:
     def _open_header(self, kind: Kind, step: int, sections: np.ndarray | None, **fields: Any) -> Headers:
         """The opening header of a step; ranks that wait for their batch announce nothing."""
         if sections is None:
-            sections = np.zeros((1, self.exchange.identity.world_size), dtype=np.int64)
+            sections = np.zeros((self.rows.num_sections, self.exchange.identity.world_size), dtype=np.int64)
         timeout_s = self.exchange.timeout_s + self._start_timeout_s
         return self.exchange.header(kind, step, sections=sections, timeout_s=timeout_s, **fields)
 
@@ -328,19 +320,21 @@ class Session:
             is_finite = _all_finite([g for flat in grads for g in flat] + ([] if dense_grad is None else [dense_grad]))
         status = Status.INTERNAL if error is not None else Status.OK if is_finite else Status.NON_FINITE
         reducer = self._reducer(dense_grad)
-        out = [round_.lookup.row_bytes_in() for round_ in self._rounds]
-        in_ = [round_.lookup.row_bytes_out() for round_ in self._rounds]
+        self.clock.mark("rest")
+        lookups = [round_.lookup for round_ in self._rounds]
+        timeout_s = self.exchange.timeout_s + self._start_timeout_s
+        self.rows.collect(lookups, grads, self._step, timeout_s)
+        out, in_ = (list(sizes) for sizes in zip(*map(self.rows.gradient_bytes, lookups)))
         out.append(reducer.out_bytes)
         in_.append(reducer.in_bytes)
-        self.clock.mark("rest")
         exchange = self.exchange.round(Kind.GRADIENTS, self._step, np.stack(out), np.stack(in_))
-        for index, round_ in enumerate(self._rounds):
-            round_.lookup.segment_sum(grads[index], exchange.send_addresses[index])
+        for lookup, flat, addresses in zip(lookups, grads, exchange.send_addresses):
+            self.rows.write_gradients(lookup, flat, addresses)
         self.clock.mark("segment_sum")
         if dense_grad is not None:
             reducer.write(dense_grad, exchange.send_addresses[-1])
         faults.reach("step.before_gradients")
-        sources = exchange.run(status, self.exchange.timeout_s + self._start_timeout_s)
+        sources = exchange.run(status, timeout_s)
         faults.reach("step.gradients_done")
         self.clock.mark("B")
         bad = tuple(int(rank) for rank in np.nonzero(exchange.statuses == Status.NON_FINITE)[0])
@@ -354,14 +348,9 @@ class Session:
             self._discard_rounds()
             self.exchange.applied = self._step
             return StepEnd(is_applied=False, non_finite_ranks=bad)
-        self.plan.apply(
-            [round_.lookup for round_ in self._rounds],
-            [sources[index] for index in range(len(self._rounds))],
-            self._step + 1,
-            learning_rates,
-        )
+        self.plan.apply(lookups, list(sources[: len(lookups)]), self._step + 1, learning_rates)
         faults.reach("step.rows_applied")
-        self._free.extend(round_.lookup for round_ in self._rounds)
+        self._free.extend(lookups)
         self._rounds = []
         self.exchange.applied = self._step
         self.clock.mark("apply")

@@ -45,6 +45,7 @@ class Kind(enum.IntEnum):
     EVALUATE = 9
     STATE = 10
     BARRIER = 11
+    RELAY = 12
 
 
 class Status(enum.IntEnum):

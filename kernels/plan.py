@@ -119,6 +119,7 @@ class StepPlan:
         features: every lookup; features of one table are numbered in this order.
         placement: per table the owner of each row block, uint16 [num_blocks].
         num_threads: of the native kernels, at most the store's; never changes results.
+        hosts: the number of each rank's host, where gradients are summed host by host (``row_exchange``); else empty.
 
     Raises ConfigError when sizes, ranks or indices do not fit together.
     """
@@ -133,6 +134,7 @@ class StepPlan:
         rank: int,
         world_size: int,
         num_threads: int = 1,
+        hosts: Sequence[int] = (),
     ) -> None:
         _check_plan(tables, features, placement, rank, world_size, num_threads)
         self.store = store
@@ -141,17 +143,18 @@ class StepPlan:
         self.placement = tuple(np.ascontiguousarray(owners, dtype=np.uint16) for owners in placement)
         self.rank = rank
         self.world_size = world_size
+        self.hosts = tuple(hosts)
         self.outputs = tuple(plan_outputs(tables, features))
         self.codecs = (CODEC_FP32,) * len(self.tables)
         self.hash = self._hash()
-        self._native = _core.StepPlan(store.native, rank, world_size, num_threads, [])
+        self.native = _core.StepPlan(store.native, rank, world_size, num_threads, list(self.hosts))
         for owners, leader in zip(self.placement, _leaders(tables)):
-            self._native.add_table(owners.tolist(), leader)
+            self.native.add_table(owners.tolist(), leader)
         place = {f: (o, column) for o, output in enumerate(self.outputs) for f, column in self._columns(output)}
         for output in self.outputs:
-            self._native.add_output(output.width)
+            self.native.add_output(output.width)
         for f, feature in enumerate(self.features):
-            self._native.add_feature(
+            self.native.add_feature(
                 feature.table, _POOLING[feature.pooling], feature.is_weighted, int(feature.policy), *place[f]
             )
 
@@ -165,7 +168,7 @@ class StepPlan:
     def _hash(self) -> int:
         """uint64 of all that ranks must agree on: tables, features, codecs, placement and the world size."""
         digest = hashlib.blake2b(digest_size=8)
-        for part in (self.world_size, self.tables, self.features, self.codecs):
+        for part in (self.world_size, self.hosts, self.tables, self.features, self.codecs):
             digest.update(repr(part).encode())
         for owners in self.placement:
             digest.update(owners.astype("<u2").tobytes())
@@ -188,7 +191,7 @@ class StepPlan:
             raise ValueError(f"{len(lookups)} lookups but gradients of {len(sources)}")
         if lrs.dtype != np.float32 or lrs.shape != (len(self.tables),):
             raise ValueError(f"lrs must be float32 [{len(self.tables)}], not {lrs.dtype} {lrs.shape}")
-        self._native.apply([lookup.native for lookup in lookups], _addresses(sources), step, lrs)
+        self.native.apply([lookup.native for lookup in lookups], _addresses(sources), step, lrs)
         self.discard(lookups)
 
     def discard(self, lookups: Sequence[Lookup]) -> None:
@@ -202,7 +205,7 @@ class Lookup:
 
     def __init__(self, plan: StepPlan) -> None:
         self.plan = plan
-        self.native = plan._native.new_lookup()
+        self.native = plan.native.new_lookup()
         # Tensors whose memory the native side reads between calls.
         self._batch: tuple[torch.Tensor, ...] = ()
         self._grads: tuple[torch.Tensor, ...] = ()
@@ -314,6 +317,10 @@ class Lookup:
         """
         self._grads = tuple(_cpu_floats(grad) for grad in grads)
         self.native.segment_sum([grad.data_ptr() for grad in self._grads], destinations)
+
+    def write_sums(self, destinations: np.ndarray) -> None:
+        """After ``segment_sum``: write the sums for further ranks; here and there a destination of 0 is left out."""
+        self.native.write_sums(destinations)
 
     def weight_grad(self, grads: Sequence[torch.Tensor]) -> torch.Tensor:
         """Gradient of the per-sample weights, float32 [N]: <bag's gradient, row>, over the count for MEAN.

@@ -19,19 +19,21 @@ class CompositeTransport:
     def __init__(self, remote: GlooTransport, local_transport: Transport, local: Sequence[int]) -> None:
         self.rank, self.world_size = remote.rank, remote.world_size
         self.local_ranks = frozenset(local)
-        self._remote, self._local_transport = remote, local_transport
+        self._remote = remote
+        #: Among the ranks of this host; usable by itself between exchanges of this one.
+        self.local_transport = local_transport
         self._local = np.array(list(local))
         self._is_local = np.isin(np.arange(self.world_size), self._local)
 
     def send_buffers(self, sizes: np.ndarray) -> np.ndarray:
         addresses = self._remote.send_buffers(np.where(self._is_local, 0, sizes))
-        addresses[self._local] = self._local_transport.send_buffers(np.asarray(sizes, np.int64)[self._local])
+        addresses[self._local] = self.local_transport.send_buffers(np.asarray(sizes, np.int64)[self._local])
         return addresses
 
     def exchange(self, recv_sizes: np.ndarray, *, timeout_s: float, operation: str = "exchange") -> np.ndarray:
         self._remote.start(np.where(self._is_local, 0, recv_sizes), timeout_s=timeout_s, operation=operation)
         try:
-            near = self._local_transport.exchange(
+            near = self.local_transport.exchange(
                 np.asarray(recv_sizes, np.int64)[self._local], timeout_s=timeout_s, operation=operation
             )
         except BaseException as error:
@@ -41,15 +43,15 @@ class CompositeTransport:
         try:
             addresses = self._remote.finish()
         except BaseException as error:
-            self._local_transport.abort(str(error))
+            self.local_transport.abort(str(error))
             raise
         addresses[self._local] = near
         return addresses
 
     def abort(self, reason: str = "aborted") -> None:
-        self._local_transport.abort(reason)
+        self.local_transport.abort(reason)
         self._remote.abort(reason)
 
     def close(self) -> None:
-        self._local_transport.close()
+        self.local_transport.close()
         self._remote.close()

@@ -181,6 +181,10 @@ class ScalingConfig(Config):
     transport: Literal["auto", "shm", "gloo", "nccl"] = "auto"
     """How ranks exchange rows: ``auto``: shared memory among the ranks of a host, Gloo between hosts; ``shm`` or
     ``gloo``: that one everywhere; ``nccl``: rows over NCCL, from CPU memory through the GPU, all else as auto."""
+    exchange: Literal["auto", "flat", "hierarchical"] = "auto"
+    """The way of rows between workers: ``flat``: straight to their owners; ``hierarchical``: ranks of a host merge what
+    they ask of other hosts, so that a row and its gradient cross the network once per host; ``auto``: flat. The two
+    differ in rounding. A host is a Ray node; with one host, or one worker on each, they are the same."""
     address: str | None = None
     """Address of the Ray cluster. null: the job's own cluster inside ``ray job submit``, else a local one that is
     started for this run."""
@@ -230,6 +234,8 @@ class ScalingConfig(Config):
             yield Problem("use_gpu", "is false although resources_per_worker asks for a GPU: set it to true")
         if self.transport == "nccl" and not self.use_gpu:
             yield Problem("transport", "is nccl, which needs GPUs: set use_gpu to true, or use auto, shm or gloo")
+        if self.transport == "nccl" and self.exchange == "hierarchical":
+            yield Problem("exchange", "is hierarchical, which merges rows in CPU memory: use flat with transport nccl")
         if self.transport == "shm" and self.use_gpu:
             yield Problem("transport", "is shm, which serves CPU ranks only: use auto or nccl")
 

@@ -234,6 +234,7 @@ class Controller:
             view_spec=ViewSpec(
                 run=plan.name,
                 transport=plan.scaling.transport,
+                exchange="flat" if plan.scaling.exchange == "auto" else plan.scaling.exchange,
                 store_host=host,
                 store_port=port,
                 sharding=checkpoints.sharding,

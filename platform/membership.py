@@ -49,6 +49,8 @@ class ViewSpec:
 
     run: str
     transport: str = "auto"
+    #: flat or hierarchical.
+    exchange: str = "flat"
     store_host: str = ""
     store_port: int = 0
     sharding: Mapping[str, ShardingType] = dataclasses.field(default_factory=dict)
@@ -292,6 +294,7 @@ def _view(
         ),
         placement=placement,
         transport=spec.transport,
+        exchange=spec.exchange,
         store_host=spec.store_host,
         store_port=spec.store_port,
         buddies=buddies,

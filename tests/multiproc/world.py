@@ -33,11 +33,22 @@ class Outcome:
     errors: list[str | None]
 
 
-def make_view(worker: Worker, world: int, *, run: str, epoch: int, store: tuple[str, int], transport: str) -> View:
-    """View of ``world`` workers on one host, tables placed by the production planner."""
+def make_view(
+    worker: Worker,
+    world: int,
+    *,
+    run: str,
+    epoch: int,
+    store: tuple[str, int],
+    transport: str,
+    hosts: str = "",
+    exchange: str = "flat",
+) -> View:
+    """View of ``world`` workers, placed by the production planner; ``hosts`` has a letter for each one's host."""
     tables = worker.model_tables.tables
     loads = plan_placement(tables, world)
-    members = tuple(Member(rank=r, worker_id=str(r), host="here", share=1.0 / world) for r in range(world))
+    on = hosts or "h" * world
+    members = tuple(Member(rank=r, worker_id=str(r), host=on[r], share=1.0 / world) for r in range(world))
     return View(
         run=run,
         epoch=epoch,
@@ -46,17 +57,18 @@ def make_view(worker: Worker, world: int, *, run: str, epoch: int, store: tuple[
         transport=transport,
         store_host=store[0],
         store_port=store[1],
+        exchange=exchange,
     )
 
 
 Store = tuple[str, int]
 
 
-def run_one(spec: WorkerSpec, rank: int, world: int, epoch: int, store: Store, transport: str) -> dict[str, Any]:
-    """One rank of one case, to its end."""
+def run_one(spec: WorkerSpec, rank: int, world: int, epoch: int, store: Store, **view: str) -> dict[str, Any]:
+    """One rank of one case, to its end; ``view`` as ``make_view`` takes it."""
     worker = Worker(str(rank), spec)
     worker.prepare("here")
-    worker.start(make_view(worker, world, run=spec.run, epoch=epoch, store=store, transport=transport))
+    worker.start(make_view(worker, world, run=spec.run, epoch=epoch, store=store, **view))
     worker.join(120)
     poll = worker.poll()
     result: dict[str, Any] = {"error": poll.status.error, "summary": poll.summary, "records": list(poll.records)}
@@ -89,26 +101,35 @@ def dump(worker: Worker) -> dict[str, Any]:
     return {"rows": rows, "dense": dense, "metrics": metrics}
 
 
-def _rank_main(rank: int, world: int, cases: Sequence[WorkerSpec], store: Store, transport: str, out: Any) -> None:
+def _rank_main(
+    rank: int, world: int, cases: Sequence[WorkerSpec], store: Store, view: dict[str, str], out: Any
+) -> None:
     for epoch, spec in enumerate(cases):
         try:
-            out.put((rank, epoch, run_one(spec, rank, world, epoch, store, transport)))
+            out.put((rank, epoch, run_one(spec, rank, world, epoch, store, **view)))
         except BaseException:
             out.put((rank, epoch, {"error": traceback.format_exc(), "summary": None, "records": []}))
 
 
 def run_world(
-    world: int, cases: Sequence[WorkerSpec], *, transport: str = "auto", timeout_s: float = 300
+    world: int,
+    cases: Sequence[WorkerSpec],
+    *,
+    transport: str = "auto",
+    hosts: str = "",
+    exchange: str = "flat",
+    timeout_s: float = 300,
 ) -> list[Outcome]:
     """Every case on ``world`` ranks; 0 runs one rank in this process. Cases share the processes, one epoch each."""
+    view = {"transport": transport, "hosts": hosts, "exchange": exchange}
     if world <= 1:
-        answers = {(0, e): run_one(spec, 0, 1, e, ("", 0), transport) for e, spec in enumerate(cases)}
+        answers = {(0, e): run_one(spec, 0, 1, e, ("", 0), **view) for e, spec in enumerate(cases)}
         return [_merge([answers[(0, e)]]) for e in range(len(cases))]
     keep, host, port = host_store()
     context = mp.get_context("spawn")
     queue = context.Queue()
     processes = [
-        context.Process(target=_rank_main, args=(rank, world, cases, (host, port), transport, queue), daemon=True)
+        context.Process(target=_rank_main, args=(rank, world, cases, (host, port), view, queue), daemon=True)
         for rank in range(world)
     ]
     for process in processes:

@@ -1,0 +1,287 @@
+"""How the ids, rows and gradients of a lookup travel: straight to their owners, or by way of one rank per host.
+
+``FlatRows`` takes three rounds: ids, values, gradients. ``HierarchicalRows`` adds a stage among the ranks of a host, so
+that a host asks another one for each row once and returns one gradient for it (PROTOCOLS S8):
+
+    request   ranks of a host -> carriers     ids for owners on other hosts; a carrier merges them per owner
+    ids       carriers, local ranks -> owners after a header that announces what was merged
+    values    owners -> carriers, local ranks
+    hand-out  carriers -> ranks of their host
+    collect   ranks of a host -> carriers     gradients; a carrier sums those of a row in rank order
+    gradients carriers, local ranks -> owners
+
+The owner (h, i) on another host is carried by local rank i mod n, with n the number of ranks of this host: hosts may be
+of different sizes. Rows of owners on the same host go straight, in the rounds that all ranks share.
+
+Gradients of a row are summed per host, then over hosts in the order of their lowest rank, wherever the row's owner is:
+at a fixed assignment of ranks to hosts placement does not change the result. From ``FlatRows`` it differs in rounding.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import numpy as np
+from torch import Tensor
+
+from shoal.kernels import _core, faults
+from shoal.kernels.errors import ProtocolError
+from shoal.kernels.exchange import Exchange, Headers
+from shoal.kernels.frame import Kind
+from shoal.kernels.plan import Lookup, StepPlan
+
+#: Takes the name of the phase that has just ended.
+Mark = Callable[[str], None]
+
+
+def host_numbers(hosts: Sequence[str]) -> tuple[int, ...]:
+    """The number of each rank's host; hosts are numbered by their lowest rank."""
+    numbers: dict[str, int] = {}
+    return tuple(numbers.setdefault(host, len(numbers)) for host in hosts)
+
+
+class RowExchange(Protocol):
+    """The way of a lookup's sections; used by one thread, collectively, in the order fetch, collect, write."""
+
+    #: Sections that ``sections`` announces.
+    num_sections: int
+
+    def sections(self, lookup: Lookup) -> np.ndarray:
+        """int64 [S, W]: what the step's header announces for a routed lookup."""
+        ...
+
+    def fetch(self, lookup: Lookup, step: int, headers: Headers, mark: Mark) -> np.ndarray:
+        """Carry ids to their owners and rows back; int64 [W] addresses for ``Lookup.pool``.
+
+        Raises what exchanges raise, and ProtocolError naming a rank whose ids cannot be.
+        """
+        ...
+
+    def collect(
+        self, lookups: Sequence[Lookup], grads: Sequence[Sequence[Tensor]], step: int, timeout_s: float
+    ) -> None:
+        """What gradients need before the round that all ranks share is opened."""
+        ...
+
+    def gradient_bytes(self, lookup: Lookup) -> tuple[np.ndarray, np.ndarray]:
+        """int64 [W], int64 [W]: bytes of gradients to and from each rank in the shared round."""
+        ...
+
+    def write_gradients(self, lookup: Lookup, grads: Sequence[Tensor], destinations: np.ndarray) -> None:
+        """Write this rank's part of the shared round; ``destinations`` int64 [W]."""
+        ...
+
+
+class FlatRows:
+    """Every rank talks to every owner."""
+
+    num_sections = 1
+
+    def __init__(self, exchange: Exchange) -> None:
+        self._exchange = exchange
+
+    def sections(self, lookup: Lookup) -> np.ndarray:
+        return lookup.id_bytes()[None, :]
+
+    def fetch(self, lookup: Lookup, step: int, headers: Headers, mark: Mark) -> np.ndarray:
+        ids = self._exchange.round(Kind.IDS, step, lookup.id_bytes()[None, :], headers.section_bytes[:1])
+        lookup.write_ids(ids.send_addresses[0])
+        sources = ids.run()
+        faults.reach("step.ids_done")
+        mark("F")
+        lookup.resolve(sources[0], headers.section_bytes[0])
+        values = self._exchange.round(
+            Kind.VALUES, step, lookup.row_bytes_out()[None, :], lookup.row_bytes_in()[None, :]
+        )
+        lookup.write_rows(values.send_addresses[0])
+        mark("gather")
+        sources = values.run()
+        mark("F")
+        return sources[0]
+
+    def collect(
+        self, lookups: Sequence[Lookup], grads: Sequence[Sequence[Tensor]], step: int, timeout_s: float
+    ) -> None:
+        return
+
+    def gradient_bytes(self, lookup: Lookup) -> tuple[np.ndarray, np.ndarray]:
+        return lookup.row_bytes_in(), lookup.row_bytes_out()
+
+    def write_gradients(self, lookup: Lookup, grads: Sequence[Tensor], destinations: np.ndarray) -> None:
+        lookup.segment_sum(grads, destinations)
+
+
+@dataclasses.dataclass(frozen=True)
+class Carriers:
+    """Who carries what on one rank's host; pure. Arrays are int64."""
+
+    #: Ranks of this host, ascending, and this rank's number among them.
+    locals: tuple[int, ...]
+    local_rank: int
+    #: Ranks on other hosts that this rank carries for, ascending.
+    owners: tuple[int, ...]
+    #: [W] the local number of the rank that carries for each rank; -1 for ranks of this host.
+    carrier: np.ndarray
+    #: Ranks on other hosts by (carrier, rank), and where each carrier's begin in that order: [locals + 1].
+    order: np.ndarray
+    starts: np.ndarray
+
+    @staticmethod
+    def of(hosts: Sequence[int], rank: int) -> Carriers:
+        """The carriers of ``rank``'s host; ``hosts`` numbers the host of every rank."""
+        members: dict[int, list[int]] = {}
+        for other, host in enumerate(hosts):
+            members.setdefault(host, []).append(other)
+        mine = members[hosts[rank]]
+        carrier = np.full(len(hosts), -1, np.int64)
+        for host, ranks in members.items():
+            if host != hosts[rank]:
+                carrier[ranks] = np.arange(len(ranks)) % len(mine)
+        order = np.argsort(carrier, kind="stable")[len(mine) :]
+        local_rank = mine.index(rank)
+        return Carriers(
+            locals=tuple(mine),
+            local_rank=local_rank,
+            owners=tuple(int(owner) for owner in np.flatnonzero(carrier == local_rank)),
+            carrier=carrier,
+            order=order,
+            starts=np.searchsorted(carrier[order], np.arange(len(mine) + 1)),
+        )
+
+    def lay_out(self, sizes: np.ndarray, *, has_index: bool) -> tuple[np.ndarray, np.ndarray]:
+        """Messages to the carriers: (offset of each rank's section in its carrier's message [W], bytes [locals]).
+
+        Every section begins at a multiple of 64 bytes; ``has_index``: after 8 bytes per rank carried. A message without
+        sections has 0 bytes. Offsets of ranks of this host mean nothing.
+        """
+        sizes = _aligned(sizes[self.order])
+        ends = np.concatenate([np.zeros(1, np.int64), np.cumsum(sizes)])
+        index_bytes = _aligned(8 * np.diff(self.starts)) if has_index else np.zeros(len(self.locals), np.int64)
+        totals = ends[self.starts[1:]] - ends[self.starts[:-1]]
+        offsets = np.zeros(len(self.carrier), np.int64)
+        group = self.carrier[self.order]
+        offsets[self.order] = ends[:-1] - ends[self.starts[:-1]][group] + index_bytes[group]
+        return offsets, np.where(totals > 0, totals + index_bytes, 0)
+
+
+class HierarchicalRows:
+    """By way of carriers; see the module's docstring.
+
+    Args:
+        exchange: of all ranks.
+        local: of the ranks of this host, in rank order.
+        plan: made with ``hosts``: the number of each rank's host.
+    """
+
+    num_sections = 2
+
+    def __init__(self, exchange: Exchange, local: Exchange, plan: StepPlan) -> None:
+        self._exchange, self.local, self._plan = exchange, local, plan
+        self.carriers = Carriers.of(plan.hosts, exchange.identity.rank)
+        assert local.identity.rank == self.carriers.local_rank, "local ranks are numbered in rank order"
+        assert local.identity.world_size == len(self.carriers.locals)
+        self._locals = np.array(self.carriers.locals, np.int64)
+        self._is_near = self.carriers.carrier < 0
+        self._relays: dict[int, _core.Relay] = {}
+        #: What the last ``collect`` received, per lookup.
+        self._collected: dict[int, np.ndarray] = {}
+        self.num_asked = self.num_merged = 0
+
+    def sections(self, lookup: Lookup) -> np.ndarray:
+        """Ids for owners of this host, and request messages for its carriers."""
+        ids = lookup.id_bytes()
+        requests = np.zeros_like(ids)
+        requests[self._locals] = self.carriers.lay_out(ids, has_index=True)[1]
+        return np.stack([np.where(self._is_near, ids, 0), requests])
+
+    def fetch(self, lookup: Lookup, step: int, headers: Headers, mark: Mark) -> np.ndarray:
+        relay = self._request(lookup, step, headers.section_bytes[1][self._locals])
+        mark("F")
+        ids = lookup.id_bytes()
+        out = np.where(self._is_near, ids, relay.id_bytes())[None, :]
+        merged = self._exchange.header(Kind.RELAY, step, sections=out)
+        near = headers.section_bytes[0]
+        sizes = np.where(self._is_near, near, merged.section_bytes[0])
+        round_ = self._exchange.round(Kind.IDS, step, out, sizes[None, :])
+        lookup.write_ids(self._near(round_.send_addresses[0]))
+        relay.write_ids(round_.send_addresses[0])
+        sources = round_.run()
+        faults.reach("step.ids_done")
+        mark("F")
+        lookup.resolve(sources[0], sizes)
+        into = np.where(self._is_near, lookup.row_bytes_in(), relay.row_bytes())
+        values = self._exchange.round(Kind.VALUES, step, lookup.row_bytes_out()[None, :], into[None, :])
+        lookup.write_rows(values.send_addresses[0])
+        mark("gather")
+        rows = values.run()[0]
+        offsets, handed = self.carriers.lay_out(lookup.row_bytes_in(), has_index=False)
+        hand_out = self.local.round(Kind.VALUES, step, relay.local_row_bytes()[None, :], handed[None, :])
+        relay.hand_out(rows, hand_out.send_addresses[0])
+        received = hand_out.run()[0]
+        mark("F")
+        return np.where(self._is_near, rows, received[self.carriers.carrier] + offsets)
+
+    def _request(self, lookup: Lookup, step: int, incoming: np.ndarray) -> _core.Relay:
+        """Bring this host's requests for other hosts to their carriers, and merge what this rank carries."""
+        offsets, sizes = self.carriers.lay_out(lookup.id_bytes(), has_index=True)
+        round_ = self.local.round(Kind.IDS, step, sizes[None, :], incoming[None, :])
+        messages = round_.send_addresses[0]
+        self._write_index(lookup, messages, sizes)
+        lookup.write_ids(self._far(messages, offsets))
+        sources = round_.run()
+        relay = self._relays.get(id(lookup))
+        if relay is None:
+            relay = self._relays[id(lookup)] = _core.Relay(
+                self._plan.native, list(self.carriers.owners), list(self.carriers.locals)
+            )
+        try:
+            relay.merge(sources[0], incoming)
+        except _core.ProtocolViolation as error:
+            raise ProtocolError(str(error)) from None
+        asked, merged = relay.counts()
+        self.num_asked += asked
+        self.num_merged += merged
+        return relay
+
+    def _write_index(self, lookup: Lookup, messages: np.ndarray, sizes: np.ndarray) -> None:
+        ids = lookup.id_bytes()[self.carriers.order]
+        for number, (start, end) in enumerate(zip(self.carriers.starts[:-1], self.carriers.starts[1:])):
+            if sizes[number]:
+                ctypes.memmove(int(messages[number]), ids[start:end].tobytes(), 8 * int(end - start))
+
+    def collect(
+        self, lookups: Sequence[Lookup], grads: Sequence[Sequence[Tensor]], step: int, timeout_s: float
+    ) -> None:
+        """Sum the gradients of each lookup's rows, and bring those of rows on other hosts to their carriers."""
+        layouts = [self.carriers.lay_out(lookup.row_bytes_in(), has_index=False) for lookup in lookups]
+        relays = [self._relays[id(lookup)] for lookup in lookups]
+        out = np.stack([sizes for _, sizes in layouts])
+        into = np.stack([relay.local_grad_bytes() for relay in relays])
+        round_ = self.local.round(Kind.GRADIENTS, step, out, into)
+        for lookup, flat, (offsets, _), messages in zip(lookups, grads, layouts, round_.send_addresses):
+            lookup.segment_sum(flat, self._far(messages, offsets))
+        received = round_.run(timeout_s=timeout_s)
+        self._collected = {id(lookup): received[index] for index, lookup in enumerate(lookups)}
+
+    def gradient_bytes(self, lookup: Lookup) -> tuple[np.ndarray, np.ndarray]:
+        relay = self._relays[id(lookup)]
+        return np.where(self._is_near, lookup.row_bytes_in(), relay.grad_bytes()), lookup.row_bytes_out()
+
+    def write_gradients(self, lookup: Lookup, grads: Sequence[Tensor], destinations: np.ndarray) -> None:
+        lookup.write_sums(self._near(destinations))
+        self._relays[id(lookup)].sum(self._collected.pop(id(lookup)), destinations)
+
+    def _near(self, addresses: np.ndarray) -> np.ndarray:
+        """Addresses of ranks of this host; 0, which is left out, for the others."""
+        return np.where(self._is_near, addresses, 0)
+
+    def _far(self, messages: np.ndarray, offsets: np.ndarray) -> np.ndarray:
+        """Where sections for ranks of other hosts lie in the messages to their carriers; 0 for ranks of this host."""
+        return np.where(self._is_near, 0, messages[self.carriers.carrier] + offsets)
+
+
+def _aligned(sizes: np.ndarray) -> np.ndarray:
+    return (sizes + 63) & ~np.int64(63)
