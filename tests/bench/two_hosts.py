@@ -1,0 +1,70 @@
+"""Two hosts on one machine: network namespaces joined by a bridge, with a token bucket on each way out. Needs root."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import subprocess
+from collections.abc import Iterator
+
+_CLONE_NEWNET = 0x40000000
+_SUBNET = "10.213.77"
+#: Where the parent process is, reachable from both hosts.
+PARENT_ADDRESS = f"{_SUBNET}.254"
+
+
+def _run(*words: str) -> None:
+    subprocess.run(words, check=True, capture_output=True, text=True)
+
+
+def _name(host: int) -> str:
+    return f"shoal{os.getpid() % 10_000}h{host}"
+
+
+def address_of(host: int) -> str:
+    """Address of a host, for its ranks to listen on."""
+    return f"{_SUBNET}.{host + 1}"
+
+
+@contextlib.contextmanager
+def two_hosts(num_hosts: int = 2) -> Iterator[list[str]]:
+    """Make the hosts; yields the names of their namespaces. All is removed at the end."""
+    bridge, names = f"shoal{os.getpid() % 10_000}", [_name(host) for host in range(num_hosts)]
+    try:
+        _run("ip", "link", "add", bridge, "type", "bridge")
+        _run("ip", "addr", "add", f"{PARENT_ADDRESS}/24", "dev", bridge)
+        _run("ip", "link", "set", bridge, "up")
+        for host, name in enumerate(names):
+            outside = f"{name}o"
+            _run("ip", "netns", "add", name)
+            _run("ip", "link", "add", outside, "type", "veth", "peer", "name", "eth0", "netns", name)
+            _run("ip", "link", "set", outside, "master", bridge, "up")
+            inside = ("ip", "-n", name)
+            _run(*inside, "addr", "add", f"{address_of(host)}/24", "dev", "eth0")
+            _run(*inside, "link", "set", "eth0", "up")
+            _run(*inside, "link", "set", "lo", "up")
+        yield names
+    finally:
+        for name in names:
+            subprocess.run(["ip", "netns", "del", name], capture_output=True, check=False)
+        subprocess.run(["ip", "link", "del", bridge], capture_output=True, check=False)
+
+
+def limit(names: list[str], mbit_per_s: int) -> None:
+    """Limit what each host may send; what it receives is limited by its peers' limit."""
+    for name in names:
+        _run(
+            *("ip", "netns", "exec", name, "tc", "qdisc", "replace", "dev", "eth0", "root", "tbf"),
+            *("rate", f"{mbit_per_s}mbit", "burst", "64kb", "latency", "1s"),
+        )
+
+
+def enter(name: str) -> None:
+    """Move the calling thread, and what it starts, to a host; call it before anything opens a socket."""
+    descriptor = os.open(f"/run/netns/{name}", os.O_RDONLY)
+    try:
+        if ctypes.CDLL(None, use_errno=True).setns(descriptor, _CLONE_NEWNET):
+            raise OSError(ctypes.get_errno(), f"cannot enter network namespace {name}")
+    finally:
+        os.close(descriptor)
