@@ -464,7 +464,8 @@ class Session:
         table = self.model_tables.tables[feature.table]
         return (
             f"feature {feature.name!r} has id {route.bad_value} at value {route.bad_position} of its batch, outside "
-            f"table {table.logical_name!r} [0, {table.num_embeddings}); fix the data or set its policy to hash, oov or drop"
+            f"table {table.logical_name!r} [0, {table.num_embeddings}); fix the data or set its policy to hash, oov or "
+            "drop"
         )
 
     def _raise_for_status(self, headers: Headers, error: BaseException | None) -> None:

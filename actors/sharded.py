@@ -1,7 +1,8 @@
 """From a model that contains our collections to what the data plane needs: tables, features, collections in one order.
 
 Pure but for reading the modules. The order is that of ``model.named_modules()``, tables in configuration order, their
-column blocks in column order and features in each table's order: the same on every rank, because every rank builds the same model.
+column blocks in column order and features in each table's order: the same on every rank, because every rank builds the
+same model.
 """
 
 from __future__ import annotations
