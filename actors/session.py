@@ -2,9 +2,10 @@
 
 A training step is ``begin`` (route, header, ids, values: every collection's output for the batch is then known),
 the model's forward and backward, and ``end`` (row and dense gradients in one round, then apply or skip on all ranks
-alike). The number of collectives is a constant: header, ids, values, gradients, and one more when the dense gradients
-are too large to send whole (S6); each further lookup of a collection with another KeyedJaggedTensor adds its own
-header, ids and values, and such models, like any in its first step, one header before the gradients.
+alike). The number of collectives is a constant: header, ids, values, gradients, one more when the dense gradients
+are too large to send whole and one more where column blocks share row-wise optimizer state (S6, S7); each further
+lookup of a collection with another KeyedJaggedTensor adds its own header, ids and values, and such models, like any in
+its first step, one header before the gradients.
 
 No rank ever skips an exchange: a rank without data takes part with 0 samples, and a rank with an error of its own
 sends its status, so that all raise the same error before any owner applies (S10).
@@ -349,12 +350,24 @@ class Session:
             self.exchange.applied = self._step
             return StepEnd(is_applied=False, non_finite_ranks=bad)
         self.plan.apply(lookups, list(sources[: len(lookups)]), self._step + 1, learning_rates)
+        if self.plan.shares_statistics:
+            self._apply_shared(learning_rates)
         faults.reach("step.rows_applied")
         self._free.extend(lookups)
         self._rounds = []
         self.exchange.applied = self._step
         self.clock.mark("apply")
         return StepEnd(is_applied=True)
+
+    def _apply_shared(self, learning_rates: np.ndarray) -> None:
+        """Owners of the column blocks of a row bring their sums of squares together, then update it (S7)."""
+        plan = self.plan
+        exchange = self.exchange.round(
+            Kind.STATISTICS, self._step, plan.statistic_bytes_out[None, :], plan.statistic_bytes_in[None, :]
+        )
+        plan.write_statistics(exchange.send_addresses[0])
+        sources = exchange.run(timeout_s=self.exchange.timeout_s + self._start_timeout_s)
+        plan.apply_shared(sources[0], self._step + 1, learning_rates)
 
     def _decide(self, error: BaseException | None) -> None:
         """One header that says whether every rank's model got through its step; raises on all ranks if one did not."""

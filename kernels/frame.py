@@ -46,6 +46,7 @@ class Kind(enum.IntEnum):
     STATE = 10
     BARRIER = 11
     RELAY = 12
+    STATISTICS = 13
 
 
 class Status(enum.IntEnum):

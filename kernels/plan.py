@@ -12,6 +12,8 @@ rank (its row store). A ``Lookup`` is one round of lookups of one batch. Its lif
     lookup.pool(recv, outputs)            # rows -> pooled bags and sequences
     lookup.segment_sum(grads, send)       # -> gradients exchange
     plan.apply([lookup, ...], [recv, ...], step, lrs)
+    plan.write_statistics(send)       # only with plan.shares_statistics: -> statistics exchange
+    plan.apply_shared(recv, step, lrs)
 
 Rows that this rank owns itself never enter a message (0 bytes to self): they are read from and written to the store in
 place. Addresses are plain integers; ``send`` and ``recv`` are int64 arrays of one address per rank.
@@ -148,8 +150,8 @@ class StepPlan:
         self.codecs = (CODEC_FP32,) * len(self.tables)
         self.hash = self._hash()
         self.native = _core.StepPlan(store.native, rank, world_size, num_threads, list(self.hosts))
-        for owners, leader in zip(self.placement, _leaders(tables)):
-            self.native.add_table(owners.tolist(), leader)
+        for spec, owners, leader in zip(self.tables, self.placement, _leaders(tables)):
+            self.native.add_table(owners.tolist(), leader, spec.shares_statistic)
         place = {f: (o, column) for o, output in enumerate(self.outputs) for f, column in self._columns(output)}
         for output in self.outputs:
             self.native.add_output(output.width)
@@ -157,6 +159,11 @@ class StepPlan:
             self.native.add_feature(
                 feature.table, _POOLING[feature.pooling], feature.is_weighted, int(feature.policy), *place[f]
             )
+        #: Whether each step's ``apply`` is followed by one more exchange and ``apply_shared`` (S7); equal on all ranks.
+        self.shares_statistics = any(spec.shares_statistic for spec in self.tables)
+        self._statistics = _core.SharedStatistics(self.native) if self.shares_statistics else None
+        #: int64 [W]: bytes of that exchange to and from each rank; known after ``apply``.
+        self.statistic_bytes_out = self.statistic_bytes_in = np.zeros(world_size, dtype=np.int64)
 
     def _columns(self, output: OutputSpec) -> list[tuple[int, int]]:
         column, columns = 0, []
@@ -181,6 +188,9 @@ class StepPlan:
     def apply(self, lookups: Sequence[Lookup], sources: Sequence[np.ndarray], step: int, lrs: np.ndarray) -> None:
         """Owner: sum each row's gradients in (lookup, source rank) order and run its optimizer once.
 
+        Tables that share a statistic between their column blocks (S7) are not updated yet: with ``shares_statistics``
+        the exchange of ``statistic_bytes_out`` and ``statistic_bytes_in`` follows, then ``apply_shared``.
+
         Args:
             lookups: in micro-batch order; each has had ``segment_sum``.
             sources: per lookup, int64 [W] addresses of the received gradient sections.
@@ -191,8 +201,25 @@ class StepPlan:
             raise ValueError(f"{len(lookups)} lookups but gradients of {len(sources)}")
         if lrs.dtype != np.float32 or lrs.shape != (len(self.tables),):
             raise ValueError(f"lrs must be float32 [{len(self.tables)}], not {lrs.dtype} {lrs.shape}")
-        self.native.apply([lookup.native for lookup in lookups], _addresses(sources), step, lrs)
+        natives, addresses = [lookup.native for lookup in lookups], _addresses(sources)
+        self.native.apply(natives, addresses, step, lrs)
+        if self._statistics is not None:
+            self.statistic_bytes_out, self.statistic_bytes_in = self._statistics.collect(natives, addresses)
         self.discard(lookups)
+
+    def write_statistics(self, destinations: np.ndarray) -> None:
+        """Write the sums of squares of this rank's columns of each updated row to the addresses, int64 [W]."""
+        self._statistics.write(destinations)
+
+    def apply_shared(self, sources: np.ndarray, step: int, lrs: np.ndarray) -> None:
+        """Owner: update the rows that ``apply`` left out, with the sums of squares received at ``sources``, int64 [W].
+
+        Raises ProtocolError naming the rank, before any of these rows changes, for sums of other rows than its own.
+        """
+        try:
+            self._statistics.apply(sources, step, lrs)
+        except _core.ProtocolViolation as error:
+            raise ProtocolError(str(error)) from None
 
     def discard(self, lookups: Sequence[Lookup]) -> None:
         """End the lookups of a skipped step or an evaluation: nothing changes, the batch's tensors are let go."""

@@ -15,10 +15,10 @@ sys.path.insert(0, str(Path(__file__).parent))
 from test_plan import World, make_tables, mixed_features, output_grads, quadratic_loss, random_batch, spread
 
 from shoal.kernels.column_blocks import cut_columns
-from shoal.kernels.errors import ConfigError
+from shoal.kernels.errors import ConfigError, ProtocolError
 from shoal.kernels.plan import StepPlan
 from shoal.kernels.rowstore import RowStore
-from shoal.kernels.spec import FeatureSpec, IdPolicy, OptimizerKind, TableSpec
+from shoal.kernels.spec import DataType, FeatureSpec, IdPolicy, OptimizerKind, TableSpec, WeightDecayMode
 
 #: Of the two tables of these tests.
 WIDTHS = [(4, 3, 1), (12,), (5, 7)]
@@ -56,17 +56,34 @@ def whole_rows(world: World) -> dict[tuple[str, int], tuple[bytes, ...]]:
     return {key: tuple(row) for key, row in found.items()}
 
 
-def batches_of(world: World, rng: np.random.Generator, sizes: list[int]) -> list:
+def batches_of(rng: np.random.Generator, sizes: list[int]) -> list:
     """One batch per rank; the column blocks of a feature read the same ids."""
     tables, features = three_tables(OptimizerKind.SGD)
     return [random_batch(features, tables, size, rng) for size in sizes]
 
 
-def bind_columns(world: World, features: list[FeatureSpec]) -> World:
-    """Features of the plan read the batch's columns by name."""
-    names = [feature.name for feature in features]
-    world.columns = np.array([names.index(feature.name) for feature in world.features], dtype=np.int32)
-    return world
+class ColumnWorld(World):
+    """A World over tables cut into columns; ``features``: of the uncut tables, whose order the batches have."""
+
+    def __init__(
+        self, tables: list[TableSpec], features: list[FeatureSpec], widths, world: int, seed: int, num_threads: int = 1
+    ) -> None:
+        blocks, cut = cut_all(tables, features, widths)
+        super().__init__(blocks, cut, spread(blocks, world, seed), world, num_threads)
+        names = [feature.name for feature in features]
+        self.columns = np.array([names.index(feature.name) for feature in cut], dtype=np.int32)
+
+    def apply(self, rounds, step: int, lr: float | None = None) -> None:
+        super().apply(rounds, step, lr)
+        if not self.plans[0].shares_statistics:
+            return
+        received, sizes, _keep = self._exchange(
+            [plan.statistic_bytes_out for plan in self.plans], lambda r, to: self.plans[r].write_statistics(to)
+        )
+        lrs = np.array([table.optimizer.lr if lr is None else lr for table in self.tables], dtype=np.float32)
+        for rank, plan in enumerate(self.plans):
+            assert sizes[rank].tolist() == plan.statistic_bytes_in.tolist()
+            plan.apply_shared(received[rank], step, lrs)
 
 
 @pytest.mark.parametrize(("world", "num_threads"), [(1, 1), (2, 2), (3, 1)])
@@ -74,12 +91,10 @@ def bind_columns(world: World, features: list[FeatureSpec]) -> World:
 def test_steps_over_column_blocks_have_the_bits_of_the_uncut_tables(kind, world, num_threads):
     tables, features = three_tables(kind)
     uncut = World(tables, features, spread(tables, world, 3), world, num_threads)
-    cut_tables, cut_features = cut_all(tables, features, WIDTHS)
-    cut = World(cut_tables, cut_features, spread(cut_tables, world, 5), world, num_threads)
-    bind_columns(cut, features)
+    cut = ColumnWorld(tables, features, WIDTHS, world, 5, num_threads)
     rng = np.random.default_rng(world)
     for step in range(1, 9):
-        batches = batches_of(cut, rng, [int(rng.integers(0, 4)) for _ in range(world)])
+        batches = batches_of(rng, [int(rng.integers(0, 4)) for _ in range(world)])
         ours, theirs = (w.step(batches, step, quadratic_loss) for w in (cut, uncut))
         for a, b in zip(ours, theirs):
             assert len(a) == len(b) and all(torch.equal(x, y) for x, y in zip(a, b))
@@ -89,14 +104,13 @@ def test_steps_over_column_blocks_have_the_bits_of_the_uncut_tables(kind, world,
 def test_counts_and_gradients_of_weights_are_those_of_the_uncut_tables():
     tables, features = three_tables(OptimizerKind.SGD)
     features = [dataclasses.replace(f, policy=IdPolicy.DROP) for f in features]
-    cut_tables, cut_features = cut_all(tables, features, WIDTHS)
     rng = np.random.default_rng(0)
-    batch = batches_of(None, rng, [6])[0]
+    batch = batches_of(rng, [6])[0]
     batch.values[::7] = 99  # outside the static tables
     results = []
     for world in (
         World(tables, features, spread(tables, 1, 0), 1),
-        bind_columns(World(cut_tables, cut_features, spread(cut_tables, 1, 0), 1), features),
+        ColumnWorld(tables, features, WIDTHS, 1, 0),
     ):
         lookup = world.plans[0].new_lookup()
         route = lookup.route(batch.values, batch.offsets, batch.weights, world.columns, 6)
@@ -114,13 +128,12 @@ def test_counts_and_gradients_of_weights_are_those_of_the_uncut_tables():
 
 def test_a_bad_id_is_reported_once_for_all_column_blocks():
     tables, features = three_tables(OptimizerKind.SGD)
-    cut_tables, cut_features = cut_all(tables, features, WIDTHS)
-    world = bind_columns(World(cut_tables, cut_features, spread(cut_tables, 1, 0), 1), features)
-    batch = batches_of(world, np.random.default_rng(1), [5])[0]
+    world = ColumnWorld(tables, features, WIDTHS, 1, 0)
+    batch = batches_of(np.random.default_rng(1), [5])[0]
     batch.values[3] = 777
     result = world.plans[0].new_lookup().route(batch.values, batch.offsets, batch.weights, world.columns, 5)
     assert (result.status, result.bad_value, result.bad_position, result.num_dropped) == (1, 777, 3, 1)
-    assert cut_features[result.bad_feature].name == "a"
+    assert world.features[result.bad_feature].name == "a"
 
 
 def test_a_feature_must_read_all_column_blocks_in_order():
@@ -131,3 +144,94 @@ def test_a_feature_must_read_all_column_blocks_in_order():
     for wrong in (cut_features[1:], cut_features[:2], [cut_features[1], cut_features[0], *cut_features[2:]]):
         with pytest.raises(ConfigError, match="one after the other"):
             StepPlan(store, cut_tables, wrong, spread(cut_tables, 1, 0), rank=0, world_size=1)
+
+
+def run(world: World, num_steps: int, seed: int = 0, *, num_lookups: int = 1) -> World:
+    rng = np.random.default_rng(seed)
+    for step in range(1, num_steps + 1):
+        rounds = []
+        for _ in range(num_lookups):
+            batches = batches_of(rng, [int(rng.integers(0, 4)) for _ in range(world.world)])
+            lookups, outputs = world.forward(batches)
+            grads = [output_grads(outputs[r], lambda o, r=r: quadratic_loss(r, o)) for r in range(world.world)]
+            rounds.append((lookups, *world.backward(lookups, grads)))
+        world.apply([(lookups, received) for lookups, received, _keep in rounds], step)
+    return world
+
+
+def rowwise_tables(**optimizer) -> tuple[list[TableSpec], list[FeatureSpec]]:
+    tables, features = three_tables(OptimizerKind.ROWWISE_ADAGRAD)
+    specs = [dataclasses.replace(t, optimizer=dataclasses.replace(t.optimizer, **optimizer)) for t in tables]
+    return specs, features
+
+
+def rowwise_state(world: World) -> dict[tuple[str, int], tuple[np.ndarray, np.ndarray]]:
+    """(logical table, id) -> (weights of all columns, the statistic, which all column blocks must hold alike)."""
+    found: dict[tuple[str, int], tuple[bytes, bytes]] = {}
+    for (t, row_id), (weights, slots, _, _) in sorted(world.rows().items()):
+        key = (world.tables[t].logical_name, row_id)
+        before, statistic = found.get(key, (b"", slots))
+        assert statistic == slots, key
+        found[key] = (before + weights, slots)
+    return {key: (np.frombuffer(w, "f4"), np.frombuffer(s, "f4")) for key, (w, s) in found.items()}
+
+
+@pytest.mark.parametrize("decay", list(WeightDecayMode))
+@pytest.mark.parametrize(("world", "num_threads"), [(1, 1), (2, 2), (3, 1), (4, 1)])
+def test_row_wise_adagrad_over_column_blocks_equals_the_uncut_table(world, num_threads, decay):
+    """S7: 1e-5 relative after 50 steps, weights and the statistic."""
+    tables, features = rowwise_tables(weight_decay=0.1, weight_decay_mode=decay)
+    uncut = rowwise_state(run(World(tables, features, spread(tables, world, 3), world, num_threads), 50))
+    cut = rowwise_state(run(ColumnWorld(tables, features, WIDTHS, world, 5, num_threads), 50))
+    assert cut.keys() == uncut.keys()
+    for key, (weights, statistic) in uncut.items():
+        np.testing.assert_allclose(cut[key][0], weights, rtol=1e-5, atol=2e-6, err_msg=str(key))
+        np.testing.assert_allclose(cut[key][1], statistic, rtol=1e-5, err_msg=str(key))
+
+
+@pytest.mark.parametrize("data_type", [DataType.FP32, DataType.BF16])
+def test_placement_of_column_blocks_leaves_no_trace_in_row_wise_state(data_type):
+    """S5: sums of squares are added in block order, whoever owns the blocks; also with several lookups a step."""
+    tables, features = rowwise_tables()
+    tables = [dataclasses.replace(table, data_type=data_type) for table in tables]
+    worlds = [ColumnWorld(tables, features, WIDTHS, 3, seed) for seed in (0, 1, 2)]
+    first, *others = [run(world, 8, num_lookups=2).rows() for world in worlds]
+    assert all(rows == first for rows in others)
+
+
+def test_a_statistic_of_its_own_depends_on_the_cut():
+    tables, features = rowwise_tables()
+    world = ColumnWorld(tables, features, WIDTHS, 2, 0)
+    assert world.plans[0].shares_statistics
+    own, cut = cut_all(tables, features, WIDTHS)
+    own = [
+        t
+        if t.columns is None
+        else dataclasses.replace(t, columns=dataclasses.replace(t.columns, has_own_statistic=True))
+        for t in own
+    ]
+    alone = World(own, cut, spread(own, 2, 0), 2)
+    alone.columns = world.columns
+    assert not alone.plans[0].shares_statistics
+    run(alone, 10)
+    statistics: dict[tuple[str, int], set[bytes]] = {}
+    for (t, row_id), row in alone.rows().items():
+        statistics.setdefault((own[t].logical_name, row_id), set()).add(row[1])
+    assert any(len(found) > 1 for found in statistics.values())
+
+
+def test_sums_of_squares_of_other_rows_are_refused():
+    tables, features = rowwise_tables()
+    world = ColumnWorld(tables, features, WIDTHS, 2, 0)
+    lookups, outputs = world.forward(batches_of(np.random.default_rng(0), [4, 4]))
+    grads = [output_grads(outputs[r], lambda o, r=r: quadratic_loss(r, o)) for r in range(2)]
+    received, _keep = world.backward(lookups, grads)
+    World.apply(world, [(lookups, received)], 1)
+    before = world.rows()
+    received, _, memory = world._exchange(
+        [plan.statistic_bytes_out for plan in world.plans], lambda r, to: world.plans[r].write_statistics(to)
+    )
+    memory[1][(memory[1] != 0xAB)] ^= 1
+    with pytest.raises(ProtocolError, match="from rank 1 are about other rows"):
+        world.plans[0].apply_shared(received[0], 1, np.ones(len(world.tables), dtype=np.float32))
+    assert world.rows() == before

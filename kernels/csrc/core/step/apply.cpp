@@ -24,6 +24,8 @@ inline void update_row(Updater_& updater, int dim, uint32_t slot, const float* g
   }
 }
 
+}  // namespace
+
 // Rows of a merge: the contributions of each distinct slot, in order.
 struct Merge {
   Buffer<uint32_t> heads;         // open-addressed: row + 1, or 0
@@ -31,9 +33,8 @@ struct Merge {
   std::vector<uint32_t> slots;    // [rows]
   std::vector<uint32_t> ends;     // [rows] end of each row's contributions
   Buffer<uint32_t> contributions;  // sorted by row, stable
+  std::vector<int64_t> first;     // [sources + 1] number of each source's first contribution
 };
-
-}  // namespace
 
 Updater::Updater(StepPlan* plan, const std::vector<Lookup*>& lookups, const int64_t* sources)
     : plan_(plan), sources_(plan->num_tables()) {
@@ -68,7 +69,7 @@ Updater::Updater(StepPlan* plan, const std::vector<Lookup*>& lookups, const int6
 void Updater::apply(uint32_t step, const float* lrs) {
   plan_->store->begin_step(step);
   for (int t = 0; t < plan_->num_tables(); ++t) {
-    if (sources_[t].empty()) continue;
+    if (sources_[t].empty() || plan_->tables[t].shares_statistic) continue;
     const StepScalars scalars = make_scalars(plan_->store->table(t), step, lrs[t]);
     if (sources_[t].size() == 1)
       update_single(t, sources_[t][0], scalars);
@@ -96,17 +97,19 @@ void Updater::update_single(int t, const GradSource& source, const StepScalars& 
   });
 }
 
-void Updater::update_merged(int t, const std::vector<GradSource>& sources, const StepScalars& scalars) {
-  const int dim = plan_->tables[t].dim;
+namespace {
+
+// Numbers the distinct rows of `sources` in order of first contribution, and sorts the contributions by row.
+Merge& merge_rows(const std::vector<GradSource>& sources) {
+  static thread_local Merge merge;
   int64_t total = 0;
-  std::vector<int64_t> first(sources.size() + 1);
+  std::vector<int64_t>& first = merge.first;
+  first.resize(sources.size() + 1);
   for (size_t s = 0; s < sources.size(); ++s) {
     first[s] = total;
     total += sources[s].count;
   }
   first[sources.size()] = total;
-
-  static thread_local Merge merge;
   uint64_t capacity = 16;
   while (capacity < 2 * static_cast<uint64_t>(total)) capacity <<= 1;
   std::memset(merge.heads.grow(capacity), 0, capacity * sizeof(uint32_t));
@@ -114,7 +117,6 @@ void Updater::update_merged(int t, const std::vector<GradSource>& sources, const
   merge.contributions.grow(total);
   merge.slots.clear();
   merge.ends.clear();
-  // Number the distinct slots in order of first contribution and count each one's contributions.
   for (size_t s = 0; s < sources.size(); ++s) {
     for (int64_t i = 0; i < sources[s].count; ++i) {
       const uint32_t slot = sources[s].slots[i];
@@ -137,8 +139,15 @@ void Updater::update_merged(int t, const std::vector<GradSource>& sources, const
     position += count;
   }
   for (int64_t c = 0; c < total; ++c) merge.contributions[merge.ends[merge.row_of[c]]++] = static_cast<uint32_t>(c);
+  return merge;
+}
 
-  const Merge& rows = merge;  // the tasks run on other threads, whose thread_local differs
+}  // namespace
+
+template <class Visit>
+void Updater::sum_merged(int t, const std::vector<GradSource>& sources, const Merge& rows, Visit&& visit) {
+  const int dim = plan_->tables[t].dim;
+  const std::vector<int64_t>& first = rows.first;
   const int64_t num_rows = static_cast<int64_t>(rows.slots.size());
   auto source_of = [&](uint32_t contribution) {
     return std::upper_bound(first.begin(), first.end(), int64_t{contribution}) - first.begin() - 1;
@@ -165,20 +174,57 @@ void Updater::update_merged(int t, const std::vector<GradSource>& sources, const
   plan_->threads->run((num_rows + kRowsPerTask - 1) / kRowsPerTask, [&](int64_t task, int thread) {
     const int64_t begin = task * kRowsPerTask, end = std::min(num_rows, begin + kRowsPerTask);
     alignas(32) float sum[kDimMax], group_sum[kDimMax], space[kDimMax];
+    visit(thread, begin, end, [&](int64_t row) {
+      uint32_t c = row ? rows.ends[row - 1] : 0;
+      const uint32_t c_end = rows.ends[row];
+      const float* gradient = sum_group(&c, c_end, sum, space);
+      while (c < c_end) {
+        if (gradient != sum) std::memcpy(sum, gradient, dim * sizeof(float));
+        gradient = sum;
+        add_row(sum, sum_group(&c, c_end, group_sum, space), dim);
+      }
+      return gradient;
+    });
+  });
+}
+
+void Updater::update_merged(int t, const std::vector<GradSource>& sources, const StepScalars& scalars) {
+  const int dim = plan_->tables[t].dim;
+  const Merge& rows = merge_rows(sources);
+  const int64_t num_rows = static_cast<int64_t>(rows.slots.size());
+  sum_merged(t, sources, rows, [&](int thread, int64_t begin, int64_t end, auto&& gradient_of) {
     with_updater(*plan_->store, t, scalars, thread, [&](auto&& updater) {
       for (int64_t row = begin; row < end; ++row) {
         if (row + kAhead < num_rows) updater.prefetch(rows.slots[row + kAhead]);
-        uint32_t c = row ? rows.ends[row - 1] : 0;
-        const uint32_t c_end = rows.ends[row];
-        const float* gradient = sum_group(&c, c_end, sum, space);
-        while (c < c_end) {
-          if (gradient != sum) std::memcpy(sum, gradient, dim * sizeof(float));
-          gradient = sum;
-          add_row(sum, sum_group(&c, c_end, group_sum, space), dim);
-        }
-        update_row(updater, dim, rows.slots[row], gradient);
+        update_row(updater, dim, rows.slots[row], gradient_of(row));
       }
     });
+  });
+}
+
+void Updater::collect(int t, BlockGradients* out) {
+  const Table& table = plan_->tables[t];
+  const Arena& arena = plan_->store->arena_of(t);
+  const Merge& rows = merge_rows(sources_[t]);
+  const size_t num_rows = rows.slots.size();
+  std::vector<uint32_t> block_of(num_rows);
+  std::vector<int64_t> place(num_rows);
+  out->slots.resize(num_rows);
+  out->block_starts.assign(table.owners.size() + 1, 0);
+  for (size_t row = 0; row < num_rows; ++row) {
+    block_of[row] = row_block(header(arena.record(rows.slots[row]))->id, table.log2_blocks);
+    ++out->block_starts[block_of[row] + 1];
+  }
+  for (size_t block = 0; block < table.owners.size(); ++block) out->block_starts[block + 1] += out->block_starts[block];
+  std::vector<int64_t> cursor(out->block_starts.begin(), out->block_starts.end() - 1);
+  for (size_t row = 0; row < num_rows; ++row) {
+    place[row] = cursor[block_of[row]]++;
+    out->slots[place[row]] = rows.slots[row];
+  }
+  float* gradients = out->gradients.grow(num_rows * table.dim);
+  sum_merged(t, sources_[t], rows, [&](int, int64_t begin, int64_t end, auto&& gradient_of) {
+    for (int64_t row = begin; row < end; ++row)
+      std::memcpy(gradients + place[row] * table.dim, gradient_of(row), table.dim * sizeof(float));
   });
 }
 

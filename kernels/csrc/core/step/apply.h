@@ -18,16 +18,31 @@ struct GradSource {
   int group;               // sources of one group are summed before the groups are
 };
 
+// The summed gradients of the rows of one table in a step, row block by row block, in order of first contribution.
+struct BlockGradients {
+  std::vector<uint32_t> slots;         // [rows]
+  std::vector<int64_t> block_starts;   // [row blocks + 1]
+  Buffer<float> gradients;             // [rows, dim]
+};
+
+struct Merge;
+
 class Updater {
  public:
   // `sources`: [lookups][world] addresses of the received gradient sections.
   Updater(StepPlan* plan, const std::vector<Lookup*>& lookups, const int64_t* sources);
-  // Opens the store's step if it is not open, then updates every row once. lrs: [tables].
+  // Opens the store's step if it is not open, then updates every row once, but for tables that share a statistic
+  // (statistics.h). lrs: [tables].
   void apply(uint32_t step, const float* lrs);
+  // Sums the gradients of each row of a table and leaves them to the caller.
+  void collect(int table, BlockGradients* out);
 
  private:
   void update_single(int table, const GradSource& source, const StepScalars& scalars);
   void update_merged(int table, const std::vector<GradSource>& sources, const StepScalars& scalars);
+  // Calls visit(thread, begin, end, gradient_of) for ranges of the merged rows.
+  template <class Visit>
+  void sum_merged(int table, const std::vector<GradSource>& sources, const Merge& rows, Visit&& visit);
 
   StepPlan* plan_;
   std::vector<std::vector<GradSource>> sources_;  // [tables], in (lookup, source rank) order

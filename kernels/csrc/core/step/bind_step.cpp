@@ -7,6 +7,7 @@
 #include "core/step/apply.h"
 #include "core/step/bind_arrays.h"
 #include "core/step/lookup.h"
+#include "core/step/statistics.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -101,7 +102,7 @@ void bind_plan(nb::module_& m) {
           },
           "store"_a, "rank"_a, "world_size"_a, "num_threads"_a, "hosts"_a, nb::keep_alive<1, 2>())
       .def("add_table",
-           [](StepPlan& self, const std::vector<uint16_t>& owners, int leader) {
+           [](StepPlan& self, const std::vector<uint16_t>& owners, int leader, bool shares_statistic) {
              const int index = self.num_tables();
              if (index >= static_cast<int>(self.store->num_tables())) throw std::invalid_argument("unknown table");
              const TableDesc& desc = self.store->table(index);
@@ -115,6 +116,7 @@ void bind_plan(nb::module_& m) {
              if (leader >= index) throw std::invalid_argument("column blocks follow the first of their table");
              table.leader = leader;
              self.has_column_blocks |= leader >= 0;
+             table.shares_statistic = shares_statistic && desc.optimizer == OptimizerKind::ROWWISE_ADAGRAD;
              table.has_one_owner = std::all_of(owners.begin(), owners.end(),
                                                [&](uint16_t owner) { return owner == owners[0]; });
              table.is_wide = desc.num_embeddings == 0 || desc.num_embeddings > int64_t{1} << 31;
@@ -153,6 +155,49 @@ void bind_plan(nb::module_& m) {
         for (PyLookup* lookup : lookups) natives.push_back(&lookup->lookup);
         nb::gil_scoped_release release;
         Updater(&self, natives, sources.data()).apply(step, lrs.data());
+      });
+}
+
+std::vector<Lookup*> natives(const std::vector<PyLookup*>& lookups) {
+  std::vector<Lookup*> result;
+  for (PyLookup* lookup : lookups) result.push_back(&lookup->lookup);
+  return result;
+}
+
+void bind_statistics(nb::module_& m) {
+  struct PyStatistics {
+    StepPlan* plan;
+    SharedStatistics statistics;
+    explicit PyStatistics(StepPlan* p) : plan(p), statistics(p) {}
+  };
+  nb::class_<PyStatistics>(m, "SharedStatistics")
+      .def(
+          "__init__", [](PyStatistics* self, StepPlan* plan) { new (self) PyStatistics(plan); }, "plan"_a,
+          nb::keep_alive<1, 2>())
+      .def("collect",
+           [](PyStatistics& self, const std::vector<PyLookup*>& lookups, const Int64s& sources) {
+             if (sources.shape(0) != lookups.size() * self.plan->world_size)
+               throw std::invalid_argument("collect: sources have the wrong length");
+             std::vector<int64_t> out(self.plan->world_size), in(self.plan->world_size);
+             {
+               nb::gil_scoped_release release;
+               Updater updater(self.plan, natives(lookups), sources.data());
+               self.statistics.collect(&updater, out.data(), in.data());
+             }
+             return nb::make_tuple(to_numpy(out), to_numpy(in));
+           })
+      .def("write",
+           [](const PyStatistics& self, const Int64s& destinations) {
+             const int64_t* to = per_rank(*self.plan, destinations);
+             nb::gil_scoped_release release;
+             self.statistics.write(to);
+           })
+      .def("apply", [](PyStatistics& self, const Int64s& sources, uint32_t step, const Floats& lrs) {
+        const int64_t* from = per_rank(*self.plan, sources);
+        if (static_cast<int>(lrs.shape(0)) != self.plan->num_tables())
+          throw std::invalid_argument("apply: one learning rate per table");
+        nb::gil_scoped_release release;
+        self.statistics.apply(from, step, lrs.data());
       });
 }
 
@@ -222,6 +267,7 @@ void bind_step(nb::module_& m) {
   static PyObject* violation = nb::exception<ProtocolViolation>(m, "ProtocolViolation", PyExc_RuntimeError).ptr();
   (void)violation;
   bind_plan(m);
+  bind_statistics(m);
   bind_lookup(m);
 }
 

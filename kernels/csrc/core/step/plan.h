@@ -38,6 +38,7 @@ struct Table {
   // A column block other than the first of its table: the first one. Both have the same features over the same ids, which
   // are de-duplicated once; else -1.
   int leader = -1;
+  bool shares_statistic = false;  // its update needs the sums of squares of the table's other column blocks
   std::vector<int> features;  // in plan order: positions of a table are numbered in this order
 
   int owner_of(uint64_t mixed_id) const {

@@ -85,7 +85,30 @@ inline void update_weights(const StepScalars& s, uint32_t dim_, float* __restric
   }
 }
 
-// The same on a record of any row type.
+// ROWWISE on some columns of a row, whose mean(g * g) over all columns is given; `g` has had L2 decay.
+inline void update_weights_rowwise(const StepScalars& s, uint32_t dim, float* __restrict w, float* __restrict state,
+                                   const float* __restrict g, float mean_square) {
+  if (s.decay_mode == WeightDecayMode::DECOUPLED)
+    for (uint32_t d = 0; d < dim; ++d) w[d] = w[d] - s.lr_decay * w[d];
+  state[0] = state[0] + mean_square;
+  const float scale = s.lr / (std::sqrt(state[0]) + s.eps);
+  for (uint32_t d = 0; d < dim; ++d) w[d] = w[d] - scale * g[d];
+}
+
+template <RowType TYPE>
+inline void update_record_rowwise(const TableDesc& table, const RecordLayout& layout, const StepScalars& s,
+                                  std::byte* record, const float* g, float mean_square, float* scratch) {
+  std::byte* weights = record + layout.weights_offset;
+  if constexpr (TYPE == RowType::F32) {
+    update_weights_rowwise(s, layout.dim, reinterpret_cast<float*>(weights), slots(record), g, mean_square);
+  } else {
+    decode_row(TYPE, weights, layout.dim, scratch);
+    update_weights_rowwise(s, layout.dim, scratch, slots(record), g, mean_square);
+    encode_row(table, header(record)->id, s.step, scratch, weights);
+  }
+}
+
+// The same as update_weights on a record of any row type.
 template <OptimizerKind KIND, RowType TYPE, uint32_t DIM = 0>
 inline void update_record(const TableDesc& table, const RecordLayout& layout, const StepScalars& s, std::byte* record,
                           const float* g, float* scratch) {

@@ -216,6 +216,17 @@ class RowUpdater {
     if ((head->state & kCountMask) != kCountMask) ++head->state;
   }
 
+  // One row-wise update of a column block; `gradient` has had L2 decay, `mean_square` is the whole row's.
+  void update_shared(uint32_t slot, const float* gradient, float mean_square) {
+    std::byte* record = arena_.record(slot);
+    RowHeader* head = header(record);
+    if (head->stamp < guard_) store_.save(table_.index, slot, record, thread_);
+    if ((head->state & kExists) == 0) store_.create(table_, record);
+    update_record_rowwise<TYPE>(table_, arena_.layout, scalars_, record, gradient, mean_square, scratch_.get());
+    head->last_step = static_cast<int32_t>(scalars_.step);
+    if ((head->state & kCountMask) != kCountMask) ++head->state;
+  }
+
  private:
   RowStore& store_;
   const TableDesc& table_;
