@@ -9,14 +9,17 @@ from __future__ import annotations
 import dataclasses
 import urllib.parse
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from shoal.kernels.errors import CheckpointError
+from shoal.kernels.spec import TableSpec
 
 #: The layout of data files and manifest. Raise it when an older reader could misread a newer file.
 #: 2: incremental checkpoints: a manifest may name a parent, and a file may hold only what changed since it.
-FORMAT_VERSION = 2
+#: 3: a table may be cut into column blocks, each with files of its own. Others are written as 2, which older ones read.
+FORMAT_VERSION = 3
+UNCUT_FORMAT_VERSION = 2
 #: The dense file holds the metric state of the run so far under names with this prefix.
 METRICS_PREFIX = "metrics."
 
@@ -100,6 +103,23 @@ class PlannedFile(FileEntry):
     taken: tuple[int, ...]
     #: Row blocks of the table when the file was written.
     num_blocks: int
+    #: Where the file was written with another cut into columns: the table that its rows are for, and the one they are
+    #: of, a column block (or all) of the same logical table.
+    target: str | None = None
+    stored: TableSpec | None = None
+
+    @property
+    def loaded_into(self) -> str:
+        """Name of the table that its rows are for."""
+        return self.target or self.table or ""
+
+
+def stored_blocks(owned: Sequence[int], num_blocks: int, stored_num_blocks: int) -> set[int]:
+    """The row blocks, as numbered when a file was written, that overlap ``owned``, of ``num_blocks``."""
+    if stored_num_blocks <= num_blocks:
+        return {block // (num_blocks // stored_num_blocks) for block in owned}
+    factor = stored_num_blocks // num_blocks
+    return {block * factor + i for block in owned for i in range(factor)}
 
 
 def part_path(table: str, rank: int, number: int) -> str:

@@ -3,7 +3,8 @@
 Columns: ``id`` uint64, ``weight`` fixed_size_list<float | halffloat | uint16>[D], one column per optimizer slot (float,
 or fixed_size_list<float>[w] when it is wider than one), ``last_step`` int64, ``count`` int64. bfloat16 has no Arrow
 type: its bits are stored as uint16 and the field's metadata says so. The schema's metadata names the table, the row
-dtype, the optimizer, the format version and the row blocks of the file. Rows are in block order, then by id as uint64.
+dtype, the optimizer, the format version and the row blocks of the file; of a column block also the logical table, its
+width, and which of its columns [first, end) the file's are. Rows are in block order, then by id as uint64.
 
 Reading copies nothing: the columns are views of the buffer the file was read into.
 
@@ -20,7 +21,7 @@ import pyarrow as pa
 import torch
 from torch import Tensor
 
-from shoal.actors.datafile import FORMAT_VERSION
+from shoal.actors.datafile import FORMAT_VERSION, UNCUT_FORMAT_VERSION
 from shoal.kernels.cut import TORCH_DTYPES, BlockRows
 from shoal.kernels.errors import CheckpointError
 from shoal.kernels.spec import DataType, TableSpec
@@ -56,7 +57,7 @@ def part_schema(spec: TableSpec, blocks: Sequence[int] = ()) -> pa.Schema:
         fields.append(_column(name, pa.float32() if width == 1 else pa.list_(pa.float32(), width)))
     fields += [_column("last_step", pa.int64()), _column("count", pa.int64())]
     metadata = {
-        "shoal.format_version": str(FORMAT_VERSION),
+        "shoal.format_version": str(UNCUT_FORMAT_VERSION if spec.columns is None else FORMAT_VERSION),
         "shoal.table": spec.name,
         "shoal.dtype": spec.data_type.value,
         "shoal.optimizer": spec.optimizer.kind.name.lower(),
@@ -64,6 +65,12 @@ def part_schema(spec: TableSpec, blocks: Sequence[int] = ()) -> pa.Schema:
         "shoal.num_blocks": str(spec.num_blocks),
         "shoal.blocks": json.dumps(list(blocks)),
     }
+    if spec.columns is not None:
+        metadata |= {
+            "shoal.logical_table": spec.logical_name,
+            "shoal.logical_dim": str(spec.logical_dim),
+            "shoal.columns": json.dumps([spec.first_column, spec.first_column + spec.embedding_dim]),
+        }
     return pa.schema(fields, metadata=metadata)
 
 
@@ -96,7 +103,7 @@ def read_part(data: Tensor, spec: TableSpec, name: str) -> Iterator[BlockRows]:
 
 def write_ids(sink: Any, table: str, ids: Tensor) -> None:
     """Write a file of deleted ids (int64 [N], any bits): one column, ``id`` uint64."""
-    metadata = {"shoal.format_version": str(FORMAT_VERSION), "shoal.table": table}
+    metadata = {"shoal.format_version": str(UNCUT_FORMAT_VERSION), "shoal.table": table}
     schema = pa.schema([_column("id", pa.uint64())], metadata=metadata)
     with pa.PythonFile(sink, mode="w") as stream, pa.ipc.new_file(stream, schema) as writer:
         writer.write_batch(pa.RecordBatch.from_arrays([_array(pa.uint64(), ids)], schema=schema))

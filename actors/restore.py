@@ -7,12 +7,16 @@ half way may simply be repeated, also from another checkpoint.
 
 Of an incremental checkpoint the files of its parents come first: a later file's rows replace those of the same id, and
 ids it says are deleted are (K3). In the end every block must have as many rows as the newest of its files says.
+
+Any cut into column blocks: what a table needs of a wider stored one is cut out as it is read, and what lies in several
+is put together first.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import json
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -25,15 +29,20 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
-from shoal.actors.datafile import Checksum, FileEntry, PlannedFile
+from shoal.actors.datafile import Checksum, FileEntry, PlannedFile, stored_blocks
 from shoal.actors.partfile import narrow, read_ids, read_part, take
+from shoal.kernels.column_blocks import covers
 from shoal.kernels.cut import BlockRows
 from shoal.kernels.errors import CheckpointError, StorageMissingError
 from shoal.kernels.hashing import row_blocks
+from shoal.kernels.row_columns import join_columns, move_columns, slice_columns
+from shoal.kernels.rowstore import RowStore
 from shoal.kernels.spec import TableSpec
 
 T = TypeVar("T")
 
+#: Files of column blocks that are put together are taken so many bytes at a time.
+JOIN_BYTES = 256 * 2**20
 _READ_BYTES = 2**20
 _NUM_READERS = 2
 
@@ -85,8 +94,9 @@ def load_rows(
     numbers = {spec.name: index for index, spec in enumerate(tables)}
     importer = _Importer(store, tables, owned)
     num_rows = read_bytes = 0
-    for entry, data in _read_ahead(parts, storage):
-        number = numbers[entry.table or ""]
+    plain, apart = _part_by_cut(parts, {spec.name: spec for spec in tables})
+    for entry, data in _read_ahead(plain, storage):
+        number = numbers[entry.loaded_into]
         name = f"{entry.folder}/{entry.shown}"
         found = 0
         if entry.kind == "deleted":
@@ -94,15 +104,77 @@ def load_rows(
             importer.delete(number, ids, entry)
             found = ids.numel()
         else:
-            for rows in read_part(data, tables[number], name):
-                num_rows += importer.add(number, rows, entry)
+            for rows in read_part(data, entry.stored or tables[number], name):
                 found += len(rows)
+                if entry.stored is not None:
+                    rows = move_columns(rows, entry.stored, tables[number])
+                num_rows += importer.add(number, rows, entry)
         if found != entry.num_rows:
             raise CheckpointError(f"{name}: holds {found} rows, the manifest says {entry.num_rows}")
         read_bytes += entry.size_bytes
+    for target, entries in apart.items():
+        number = numbers[target]
+        for group in join_parts(tables[number], owned.get(target, ()), entries, storage):
+            num_rows += sum(importer.put(number, block, rows) for block, rows in group)
+        read_bytes += sum(entry.size_bytes for entry in entries)
     importer.clear_untouched()
-    _check_counts(store, tables, owned, parts)
+    _check_counts(store, tables, owned, plain)
     return LoadReport(num_rows, read_bytes)
+
+
+def _part_by_cut(
+    parts: Sequence[PlannedFile], tables: Mapping[str, TableSpec]
+) -> tuple[list[PlannedFile], dict[str, list[PlannedFile]]]:
+    """(files that have all columns of their target, target -> files of it that have some of them)."""
+    plain: list[PlannedFile] = []
+    apart: dict[str, list[PlannedFile]] = {}
+    for entry in parts:
+        if entry.stored is None or covers(entry.stored, tables[entry.loaded_into]):
+            plain.append(entry)
+        else:
+            apart.setdefault(entry.loaded_into, []).append(entry)
+    return plain, apart
+
+
+def join_parts(
+    spec: TableSpec, blocks: Sequence[int], parts: Sequence[PlannedFile], storage: ObjectReader
+) -> Iterator[list[tuple[int, BlockRows]]]:
+    """The rows of some row blocks of ``spec``, whose columns lie in files of several stored column blocks.
+
+    Yields (row block, rows sorted by id) of all ``blocks``, a few at a time: the stored column blocks are loaded into
+    stores of their own, chains of incremental checkpoints included, and put together row by row. In memory are
+    about JOIN_BYTES of them at a time, or one row block. Raises as ``load_rows``, and CheckpointError naming the table
+    where the stored column blocks do not have the same rows.
+    """
+    sources = sorted({entry.stored for entry in parts if entry.stored}, key=lambda source: source.first_column)
+    local = [dataclasses.replace(source, num_blocks=spec.num_blocks) for source in sources]
+    ordered = sorted(blocks)
+    num_groups = max(1, sum(entry.size_bytes for entry in parts) // JOIN_BYTES)
+    size = max(1, -(-len(ordered) // num_groups))
+    start = spec.first_column - sources[0].first_column
+    for first in range(0, len(ordered), size):
+        group = ordered[first : first + size]
+        staging = RowStore(local, undo_steps=0)
+        for number, block in itertools.product(range(len(local)), group):
+            staging.add_block(number, block)
+        chosen = [
+            dataclasses.replace(entry, target=None, stored=None)
+            for entry in parts
+            if not stored_blocks(group, spec.num_blocks, entry.num_blocks).isdisjoint(entry.blocks)
+        ]
+        load_rows(staging, local, {source.name: group for source in local}, chosen, storage)
+        joined = []
+        for block in group:
+            pieces = [staging.export_block(number, block) for number in range(len(local))]
+            try:
+                rows = join_columns(pieces, spec.optimizer)
+            except ValueError as error:
+                names = ", ".join(source.name for source in sources)
+                raise CheckpointError(
+                    f"{parts[0].folder} (table {spec.logical_name!r}): row block {block} of {names}: {error}"
+                ) from None
+            joined.append((block, slice_columns(rows, spec.optimizer, start, start + spec.embedding_dim)))
+        yield joined
 
 
 def _check_counts(
@@ -113,7 +185,7 @@ def _check_counts(
     for entry in parts:
         for block, num_rows in zip(entry.blocks, entry.block_rows):
             if block in entry.taken:
-                expected[entry.table or "", block] = (num_rows, entry)
+                expected[entry.loaded_into, block] = (num_rows, entry)
     for number, spec in enumerate(tables):
         for block in owned.get(spec.name, ()):
             # With fewer blocks than when it was written several counts would have to be summed, with more, split.
@@ -203,6 +275,11 @@ class _Importer:
                 self._import(number, block, narrow(rows, start, end))
                 imported += end - start
         return imported
+
+    def put(self, number: int, block: int, rows: BlockRows) -> int:
+        """Make ``rows`` all rows of an owned block; returns how many they are."""
+        self._import(number, block, rows)
+        return len(rows)
 
     def delete(self, number: int, ids: Tensor, entry: PlannedFile) -> None:
         """Delete the rows of owned blocks that ``entry`` names; blocks that nothing was imported into have none."""

@@ -23,7 +23,7 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
-from shoal.actors.datafile import FORMAT_VERSION, Checksum, FileEntry, checksum_of, deleted_path, part_path
+from shoal.actors.datafile import UNCUT_FORMAT_VERSION, Checksum, FileEntry, checksum_of, deleted_path, part_path
 from shoal.actors.partfile import concatenate, narrow, take, write_ids, write_part
 from shoal.kernels import faults
 from shoal.kernels.cut import BlockRows
@@ -188,7 +188,7 @@ def write_dense(
 
     The caller hands over copies: a tensor must not change until this returns.
     """
-    text = {"shoal.format_version": str(FORMAT_VERSION), "shoal.metadata": json.dumps(dict(metadata or {}))}
+    text = {"shoal.format_version": str(UNCUT_FORMAT_VERSION), "shoal.metadata": json.dumps(dict(metadata or {}))}
     data = safetensors.torch.save({name: t.detach().cpu().contiguous() for name, t in tensors.items()}, text)
     return write_blob(storage, directory, DENSE_PATH, data, kind="dense")
 

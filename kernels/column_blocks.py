@@ -99,6 +99,17 @@ def logical_tables(tables: Sequence[TableSpec]) -> dict[str, tuple[TableSpec, ..
     return found
 
 
+def covers(outer: TableSpec, inner: TableSpec) -> bool:
+    """Whether all columns of ``inner`` are in ``outer``, a block of the same logical table."""
+    end, inner_end = outer.first_column + outer.embedding_dim, inner.first_column + inner.embedding_dim
+    return outer.first_column <= inner.first_column and inner_end <= end
+
+
+def overlap(a: TableSpec, b: TableSpec) -> bool:
+    """Whether two blocks of one logical table have a column in common."""
+    return a.first_column < b.first_column + b.embedding_dim and b.first_column < a.first_column + a.embedding_dim
+
+
 def check_tables(tables: Sequence[TableSpec]) -> None:
     """Raise ConfigError where names are not unique or the column blocks of a table are not all there, in order."""
     names: dict[str, TableSpec] = {}

@@ -114,6 +114,11 @@ class OptimizerSpec:
             case OptimizerKind.ADAM:
                 return (("exp_avg", embedding_dim), ("exp_avg_sq", embedding_dim))
 
+    @property
+    def has_row_state(self) -> bool:
+        """Whether state is one value per row, of all its columns; else it is one or more values per column."""
+        return self.kind is OptimizerKind.ROWWISE_ADAGRAD
+
     def slot_width(self, embedding_dim: int) -> int:
         """Number of float32 values of optimizer state per row."""
         return sum(width for _, width in self.slots(embedding_dim))
@@ -191,8 +196,7 @@ class TableSpec:
     @property
     def shares_statistic(self) -> bool:
         """Whether the update needs a sum over the column blocks of a row (S7): owners exchange it before they apply."""
-        is_rowwise = self.optimizer.kind is OptimizerKind.ROWWISE_ADAGRAD
-        return self.columns is not None and is_rowwise and not self.columns.has_own_statistic
+        return self.columns is not None and self.optimizer.has_row_state and not self.columns.has_own_statistic
 
     @property
     def is_static(self) -> bool:

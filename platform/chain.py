@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 
 from shoal.actors.datafile import FileEntry
 from shoal.actors.messages import SnapshotPart
+from shoal.kernels.column_blocks import logical_tables
 from shoal.kernels.errors import CheckpointError
 from shoal.kernels.spec import TableSpec
 from shoal.platform.manifest import CheckpointName, Manifest
@@ -163,6 +164,10 @@ def merge_parts(
 def _table_problem(parent: Manifest, tables: Sequence[TableSpec]) -> str | None:
     """Why rows of ``tables`` cannot build on those in ``parent``; None where they can."""
     stored = {spec.name: spec for spec in parent.tables}
+    cuts, stored_cuts = logical_tables(tables), logical_tables(parent.tables)
+    for name, blocks in cuts.items():
+        if name in stored_cuts and [b.columns for b in blocks] != [b.columns for b in stored_cuts[name]]:
+            return f"table {name!r} is cut into other column blocks than in {parent.name}"
     for spec in tables:
         old = stored.get(spec.name)
         fields = ("num_blocks", "embedding_dim", "data_type")

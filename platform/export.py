@@ -1,7 +1,8 @@
 """Export: the tables of a checkpoint as Parquet, for people and systems that know nothing of Shoal.
 
 One folder per table, one Parquet file per part of the checkpoint, so memory stays bounded by a part and, of an
-incremental checkpoint, the ids that changed in it and in those between it and the full one. Vectors are float32
+incremental checkpoint, the ids that changed in it and in those between it and the full one. Tables that are cut into
+column blocks come out whole, one file per few row blocks. Vectors are float32
 whatever the row type was (fp16 and bf16 widen exactly). Only complete checkpoints can be exported (durable steps,
 PROTOCOLS 0), and every part is checked against the manifest as it is read.
 """
@@ -19,13 +20,14 @@ import torch
 
 from shoal.actors.datafile import PlannedFile, folder_name
 from shoal.actors.partfile import read_ids, read_part, take
-from shoal.actors.restore import read_checked
+from shoal.actors.restore import join_parts, read_checked
+from shoal.kernels.column_blocks import logical_table, logical_tables
 from shoal.kernels.cut import BlockRows
 from shoal.kernels.errors import CheckpointError
 from shoal.kernels.hashing import row_blocks
 from shoal.kernels.spec import TableSpec
 from shoal.platform.checkpoint import open_checkpoint
-from shoal.platform.loadplan import plan_table
+from shoal.platform.loadplan import plan_columns
 from shoal.platform.manifest import CheckpointName, Manifest
 from shoal.platform.storage import Storage
 
@@ -63,7 +65,7 @@ def export_parquet(
     Raises CheckpointError for a damaged file (naming file and table) or an unknown table, StorageError for ``out``.
     """
     storage, manifest = open_checkpoint(checkpoint_uri)
-    known = {spec.name: spec for spec in manifest.tables}
+    known = {name: logical_table(blocks[0]) for name, blocks in logical_tables(manifest.tables).items()}
     for name in tables or ():
         if name not in known:
             raise CheckpointError(f"{manifest.name} has no table {name!r}; it has {', '.join(map(repr, known))}")
@@ -74,11 +76,12 @@ def export_parquet(
 
 
 def _export_table(storage: Storage, manifest: Manifest, spec: TableSpec, target: Storage, slots: bool) -> ExportedTable:
-    planned = plan_table(manifest, spec.name, spec.num_blocks, range(spec.num_blocks))
+    planned = plan_columns(manifest, spec, range(spec.num_blocks))
     folder = folder_name(spec.name)
     schema = _schema(spec, slots)
     num_files = num_rows = 0
-    for parts in _final_rows(storage, spec, planned):
+    is_cut = any(entry.stored for entry in planned)
+    for parts in (_joined_rows if is_cut else _final_rows)(storage, spec, planned):
         batches = [_batch(rows, spec, schema) for rows in parts]
 
         def produce(stream: object, batches: list[pa.RecordBatch] = batches) -> None:
@@ -114,6 +117,12 @@ def _final_rows(storage: Storage, spec: TableSpec, planned: Sequence[PlannedFile
         hidden = np.unique(np.concatenate(found))
     if not any(entry.kind == "table" for entry in planned):
         yield []
+
+
+def _joined_rows(storage: Storage, spec: TableSpec, planned: Sequence[PlannedFile]) -> Iterator[list[BlockRows]]:
+    """The rows of a table that is cut into column blocks, put together, some row blocks at a time."""
+    for group in join_parts(spec, range(spec.num_blocks), planned, storage):
+        yield [rows for _, rows in group]
 
 
 def _visible(rows: BlockRows, entry: PlannedFile, hidden: np.ndarray) -> BlockRows:

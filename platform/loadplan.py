@@ -2,7 +2,8 @@
 
 1. Every difference in width, dtype, optimizer or size that would change or lose rows is refused, all tables in one
    message; what the caller explicitly allows is accepted and noted.
-2. The files chosen for a worker contain every stored row of its row blocks, for any world size and placement.
+2. The files chosen for a worker contain every stored row of its row blocks, for any world size and placement, and
+   every column, for any cut of a table into column blocks: then and now.
 3. Of a chain of incremental checkpoints the oldest comes first, deletions before rows of the same checkpoint, and
    nothing is taken that a newer file of the chain replaces as a whole (K3).
 """
@@ -12,7 +13,8 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Collection, Mapping, Sequence
 
-from shoal.actors.datafile import FileEntry, PlannedFile
+from shoal.actors.datafile import FileEntry, PlannedFile, stored_blocks
+from shoal.kernels.column_blocks import logical_table, logical_tables, overlap
 from shoal.kernels.errors import CheckpointError
 from shoal.kernels.spec import TableSpec
 from shoal.platform.manifest import Manifest
@@ -28,14 +30,13 @@ def check_tables(
     """Compare the tables of a model with those of a checkpoint; raises one CheckpointError listing all that differ.
 
     Args:
-        allow_missing: names of tables that may be absent on either side ('*': any): absent from the checkpoint, they
-            start from their initial values; absent from the model, their rows are left behind.
+        allow_missing: names of (logical) tables that may be absent on either side ('*': any): absent from the
+            checkpoint, they start from their initial values; absent from the model, their rows are left behind.
         reinit: names of tables to start from their initial values whatever the checkpoint holds ('*': all).
 
     Returns notes on differences that are allowed but worth a line: a grown table, another seed or initial range.
     """
-    stored = {spec.name: spec for spec in manifest.tables}
-    wanted = {spec.name: spec for spec in tables}
+    stored, wanted = logical_tables(manifest.tables), logical_tables(tables)
     problems, notes = [], []
     for name in [*wanted, *(name for name in stored if name not in wanted)]:
         if name in reinit or "*" in reinit:
@@ -47,8 +48,9 @@ def check_tables(
             else:
                 problems.append(f"table {name!r}: not in the {side}; allow_missing accepts that")
         else:
-            problems += _mismatches(wanted[name], stored[name])
-            notes += _changes(wanted[name], stored[name])
+            ours, theirs = logical_table(wanted[name][0]), logical_table(stored[name][0])
+            problems += _mismatches(ours, theirs) + _state_mismatch(name, wanted[name], stored[name])
+            notes += _changes(ours, theirs)
     if problems:
         raise CheckpointError(f"{manifest.name} does not fit the model:\n  " + "\n  ".join(problems))
     return notes
@@ -71,9 +73,26 @@ def plan_load(
     check_tables(manifest, tables, allow_missing=allow_missing, reinit=reinit)
     chosen: list[PlannedFile] = []
     for spec in tables:
-        if spec.name not in reinit and "*" not in reinit:
-            chosen += plan_table(manifest, spec.name, spec.num_blocks, owned.get(spec.name, ()))
+        if spec.logical_name not in reinit and "*" not in reinit:
+            chosen += plan_columns(manifest, spec, owned.get(spec.name, ()))
     return chosen
+
+
+def plan_columns(manifest: Manifest, spec: TableSpec, blocks: Sequence[int]) -> list[PlannedFile]:
+    """The files with the columns of ``spec``, whatever the cut they were written with; of some of its row blocks.
+
+    Files of another cut say so (``PlannedFile.stored``); those of one stored column block follow each other.
+    """
+    stored = logical_tables(manifest.tables).get(spec.logical_name, ())
+    place = (spec.name, spec.first_column, spec.embedding_dim)
+    if any((s.name, s.first_column, s.embedding_dim) == place for s in stored):
+        return plan_table(manifest, spec.name, spec.num_blocks, blocks)
+    return [
+        dataclasses.replace(entry, target=spec.name, stored=source)
+        for source in stored
+        if overlap(source, spec)
+        for entry in plan_table(manifest, source.name, spec.num_blocks, blocks)
+    ]
 
 
 def plan_table(manifest: Manifest, table: str, num_blocks: int, blocks: Sequence[int]) -> list[PlannedFile]:
@@ -84,7 +103,7 @@ def plan_table(manifest: Manifest, table: str, num_blocks: int, blocks: Sequence
         stored = next((spec for spec in layer.tables if spec.name == table), None)
         if stored is None:  # the table is newer than this checkpoint
             break
-        here = _stored_blocks(blocks, num_blocks, stored.num_blocks)
+        here = stored_blocks(blocks, num_blocks, stored.num_blocks)
         # Block counts never change within a chain: a checkpoint after such a change is a full one.
         wanted = here if wanted is None else wanted & here
         files = [f for f in layer.files if f.table == table and not wanted.isdisjoint(f.blocks)]
@@ -124,6 +143,22 @@ def _mismatches(wanted: TableSpec, stored: TableSpec) -> list[str]:
     return lines
 
 
+def _state_mismatch(name: str, wanted: Sequence[TableSpec], stored: Sequence[TableSpec]) -> list[str]:
+    """Row-wise state that each stored column block has of its own fits no other cut, nor one that shares it (S7)."""
+
+    def cut(blocks: Sequence[TableSpec]) -> list[tuple[int, bool]]:
+        return [(spec.embedding_dim, spec.shares_statistic) for spec in blocks]
+
+    is_own = len(stored) > 1 and stored[0].optimizer.has_row_state and not stored[0].shares_statistic
+    if not is_own or cut(wanted) == cut(stored):
+        return []
+    widths = [spec.embedding_dim for spec in stored]
+    return [
+        f"table {name!r}: its optimizer state is of each of its column blocks {widths} alone (optimizer_scope: shard) "
+        "and fits the same cut only; reinit starts it afresh"
+    ]
+
+
 def _changes(wanted: TableSpec, stored: TableSpec) -> list[str]:
     notes = []
     if wanted.num_embeddings != stored.num_embeddings:
@@ -134,11 +169,3 @@ def _changes(wanted: TableSpec, stored: TableSpec) -> list[str]:
     if changed:
         notes.append(f"table {wanted.name!r}: {', '.join(changed)}: rows not yet trained start from other values")
     return notes
-
-
-def _stored_blocks(owned: Sequence[int], num_blocks: int, stored_num_blocks: int) -> set[int]:
-    """The row blocks, as numbered when the file was written, that overlap ``owned``."""
-    if stored_num_blocks <= num_blocks:
-        return {block // (num_blocks // stored_num_blocks) for block in owned}
-    factor = stored_num_blocks // num_blocks
-    return {block * factor + i for block in owned for i in range(factor)}

@@ -13,7 +13,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from shoal.actors.datafile import FORMAT_VERSION, FileEntry, checksum_of
+from shoal.actors.datafile import FORMAT_VERSION, UNCUT_FORMAT_VERSION, FileEntry, checksum_of
 from shoal.kernels.errors import CheckpointError, ConfigError
 from shoal.kernels.spec import ColumnBlock, DataType, OptimizerKind, OptimizerSpec, TableSpec, WeightDecayMode
 
@@ -76,7 +76,13 @@ class Manifest:
     parent: str | None = None
     #: The manifests of the chain of parents, the oldest first. Not stored: ``checkpoint.list_checkpoints`` fills it in.
     ancestors: tuple[Manifest, ...] = ()
-    format_version: int = FORMAT_VERSION
+    #: 0: the oldest that can say what is in ``tables``.
+    format_version: int = 0
+
+    def __post_init__(self) -> None:
+        if self.format_version == 0:
+            is_cut = any(spec.columns is not None for spec in self.tables)
+            object.__setattr__(self, "format_version", FORMAT_VERSION if is_cut else UNCUT_FORMAT_VERSION)
 
     @property
     def size_bytes(self) -> int:
@@ -84,8 +90,13 @@ class Manifest:
 
     @property
     def num_rows(self) -> int:
-        """Rows in its own files: of an incremental checkpoint those that changed."""
-        return sum(entry.num_rows for entry in self.files if entry.kind == "table")
+        """Rows in its own files: of an incremental checkpoint those that changed. A row in column blocks is one."""
+        once = self._counted_tables
+        return sum(entry.num_rows for entry in self.files if entry.kind == "table" and entry.table in once)
+
+    @property
+    def _counted_tables(self) -> frozenset[str]:
+        return frozenset(spec.name for spec in self.tables if spec.first_column == 0)
 
     @property
     def chain(self) -> tuple[Manifest, ...]:
@@ -108,7 +119,7 @@ class Manifest:
         for manifest in self.chain:
             if manifest.format_version == 1:
                 return self.num_rows if manifest is self else None
-            for entry in manifest.files:
+            for entry in (file for file in manifest.files if file.table in self._counted_tables):
                 counts |= {(entry.table, block): rows for block, rows in zip(entry.blocks, entry.block_rows)}
         return sum(counts.values())
 

@@ -88,8 +88,8 @@ def test_any_flipped_bit_or_cut_of_a_manifest_is_refused(data: st.DataObject) ->
 def test_newer_format_version_is_refused_by_number() -> None:
     """Faults row 32; also when the newer format is sealed in a way this version does not know."""
     newer = encode(dataclasses.replace(manifest(), format_version=FORMAT_VERSION + 1))
-    for data in (newer, b'{"format_version": 3, "seal": "sha512:..."}\n'):
-        with pytest.raises(CheckpointError, match=r"m: format version 3 is newer than this Shoal's 2"):
+    for data in (newer, b'{"format_version": 4, "seal": "sha512:..."}\n'):
+        with pytest.raises(CheckpointError, match=r"m: format version 4 is newer than this Shoal's 3"):
             decode(data, "m")
 
 
