@@ -83,6 +83,8 @@ class View:
     store_port: int
     #: How rows travel: flat or hierarchical (``kernels/row_exchange``). A switch changes numbers in rounding (S5).
     exchange: str = "flat"
+    #: Tables whose values every rank keeps (data parallel): owners send what changes (``csrc/core/step/mirrors.h``).
+    mirrored: tuple[str, ...] = ()
     #: For every rank the rank that holds copies of its row blocks and of its metric bins (F5); empty: nobody does.
     buddies: tuple[int, ...] = ()
 

@@ -86,6 +86,7 @@ class OpenView:
                 world_size=view.world_size,
                 num_threads=options.num_threads,
                 hosts=host_numbers(view.hosts) if self._is_hierarchical else (),
+                mirrored=[t for t, table in enumerate(model_tables.tables) if table.name in view.mirrored],
             )
         except BaseException:
             self.groups.destroy()
@@ -122,7 +123,7 @@ class OpenView:
 
     def _rows(self, exchange: Exchange) -> RowExchange:
         if not self._is_hierarchical:
-            return FlatRows(exchange)
+            return FlatRows(exchange, self.plan)
         transport = self.groups.local_transport
         assert transport is not None, "formed with has_local"
         identity = dataclasses.replace(exchange.identity, rank=transport.rank, world_size=transport.world_size)

@@ -119,7 +119,7 @@ class Session:
         self.store = store
         self.plan = plan
         self.exchange = exchange
-        self.rows: RowExchange = rows or FlatRows(exchange)
+        self.rows: RowExchange = rows or FlatRows(exchange, plan)
         self.clock = PhaseClock()
         self._dense_reducer: DenseReducer | None = None
         self._free: list[Lookup] = []

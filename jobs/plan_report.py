@@ -203,7 +203,7 @@ def _report_at(
     """The plan with exactly ``num_workers`` workers (0: this process)."""
     world_size = max(1, num_workers)
     sharding = {
-        spec.name: ShardingType.TABLE_WISE if config.tables.of(spec.name).is_table_wise else ShardingType.ROW_WISE
+        spec.name: ShardingType(config.tables.of(spec.name).sharding_type or "row_wise")
         for spec in specs
     }
     limit, reason = _limit(config, world_size, host_bytes)

@@ -122,6 +122,8 @@ class StepPlan:
         placement: per table the owner of each row block, uint16 [num_blocks].
         num_threads: of the native kernels, at most the store's; never changes results.
         hosts: the number of each rank's host, where gradients are summed host by host (``row_exchange``); else empty.
+        mirrored: tables (indices) whose values every rank keeps (data parallel): they are read here, and owners send
+            all ranks what an update changes. Static and uncut; num_embeddings x embedding_dim float32 on every rank.
 
     Raises ConfigError when sizes, ranks or indices do not fit together.
     """
@@ -137,8 +139,10 @@ class StepPlan:
         world_size: int,
         num_threads: int = 1,
         hosts: Sequence[int] = (),
+        mirrored: Sequence[int] = (),
     ) -> None:
         _check_plan(tables, features, placement, rank, world_size, num_threads)
+        _check_mirrored(tables, mirrored)
         self.store = store
         self.tables = tuple(tables)
         self.features = tuple(features)
@@ -146,12 +150,16 @@ class StepPlan:
         self.rank = rank
         self.world_size = world_size
         self.hosts = tuple(hosts)
+        self.mirrored = tuple(sorted(mirrored))
+        self._has_told = False
         self.outputs = tuple(plan_outputs(tables, features))
         self.codecs = (CODEC_FP32,) * len(self.tables)
         self.hash = self._hash()
         self.native = _core.StepPlan(store.native, rank, world_size, num_threads, list(self.hosts))
         for spec, owners, leader in zip(self.tables, self.placement, _leaders(tables)):
             self.native.add_table(owners.tolist(), leader, spec.shares_statistic)
+        if self.mirrored:
+            self.native.mirror(list(self.mirrored))
         place = {f: (o, column) for o, output in enumerate(self.outputs) for f, column in self._columns(output)}
         for output in self.outputs:
             self.native.add_output(output.width)
@@ -175,11 +183,32 @@ class StepPlan:
     def _hash(self) -> int:
         """uint64 of all that ranks must agree on: tables, features, codecs, placement and the world size."""
         digest = hashlib.blake2b(digest_size=8)
-        for part in (self.world_size, self.hosts, self.tables, self.features, self.codecs):
+        for part in (self.world_size, self.hosts, self.mirrored, self.tables, self.features, self.codecs):
             digest.update(repr(part).encode())
         for owners in self.placement:
             digest.update(owners.astype("<u2").tobytes())
         return int.from_bytes(digest.digest(), "little")
+
+    def mirror_bytes(self) -> int:
+        """Bytes that this rank has to tell every other one of rows of mirrored tables that changed here; all that there
+        are, the first time."""
+        if not self.mirrored:
+            return 0
+        if not self._has_told:
+            self.native.touch_mirrors()
+            self._has_told = True
+        return self.native.mirror_bytes()
+
+    def write_mirrors(self, destinations: np.ndarray) -> None:
+        """Write what ``mirror_bytes`` counted for every rank (int64 [W] addresses); it counts as told."""
+        self.native.write_mirrors(destinations)
+
+    def read_mirrors(self, sources: np.ndarray, source_bytes: np.ndarray) -> None:
+        """Take over what other ranks changed. Raises ProtocolError naming the rank for a section that cannot be."""
+        try:
+            self.native.read_mirrors(sources, source_bytes)
+        except _core.ProtocolViolation as error:
+            raise ProtocolError(str(error)) from None
 
     def new_lookup(self) -> Lookup:
         """A reusable lookup with memory of its own; several may be in flight."""
@@ -308,12 +337,20 @@ class Lookup:
             raise ProtocolError(str(error)) from None
 
     def row_bytes_out(self) -> np.ndarray:
-        """int64 [W] bytes of rows (and of gradients, in return) that this rank serves to each rank."""
+        """int64 [W] bytes of rows that this rank serves to each rank."""
         return self.native.row_bytes_out()
 
     def row_bytes_in(self) -> np.ndarray:
-        """int64 [W] bytes of rows that this rank asks of each rank, and of the gradients it returns."""
+        """int64 [W] bytes of rows that this rank asks of each rank."""
         return self.native.row_bytes_in()
+
+    def grad_bytes_out(self) -> np.ndarray:
+        """int64 [W] bytes of gradients that this rank sends to each owner."""
+        return self.native.grad_bytes_out()
+
+    def grad_bytes_in(self) -> np.ndarray:
+        """int64 [W] bytes of gradients that each rank sends this owner."""
+        return self.native.grad_bytes_in()
 
     def write_rows(self, destinations: np.ndarray) -> None:
         """Owner: gather the rows each rank asked for, in its order, in wire format."""
@@ -388,6 +425,15 @@ def _cpu_floats(tensor: torch.Tensor) -> torch.Tensor:
     if tensor.dtype != torch.float32 or tensor.device.type != "cpu":
         raise ValueError(f"gradients must be float32 on the CPU, not {tensor.dtype} on {tensor.device}")
     return tensor if tensor.is_contiguous() else tensor.contiguous()
+
+
+def _check_mirrored(tables: Sequence[TableSpec], mirrored: Sequence[int]) -> None:
+    for t in mirrored:
+        if not tables[t].is_static or tables[t].logical_name != tables[t].name:
+            raise ConfigError(
+                f"table {tables[t].name!r} cannot be data parallel: every rank keeps it whole, so it must have a fixed "
+                "num_embeddings and no column blocks"
+            )
 
 
 def _check_plan(

@@ -75,16 +75,38 @@ class RowExchange(Protocol):
         ...
 
 
+class _Mirrors:
+    """Changed rows of mirrored tables: one more section of the rounds of values, where there are such tables."""
+
+    def __init__(self, plan: StepPlan) -> None:
+        self._plan = plan
+        self.num_sections = int(bool(plan.mirrored))
+
+    def sections(self) -> np.ndarray:
+        """int64 [0 or 1, W]: bytes for every other rank."""
+        out = np.full((self.num_sections, self._plan.world_size), self._plan.mirror_bytes(), np.int64)
+        out[:, self._plan.rank] = 0
+        return out
+
+    def write(self, send_addresses: np.ndarray) -> None:
+        for addresses in send_addresses:
+            self._plan.write_mirrors(addresses)
+
+    def read(self, sources: np.ndarray, source_bytes: np.ndarray) -> None:
+        for addresses, sizes in zip(sources, source_bytes):
+            self._plan.read_mirrors(addresses, sizes)
+
+
 class FlatRows:
     """Every rank talks to every owner."""
 
-    num_sections = 1
-
-    def __init__(self, exchange: Exchange) -> None:
+    def __init__(self, exchange: Exchange, plan: StepPlan) -> None:
         self._exchange = exchange
+        self._mirrors = _Mirrors(plan)
+        self.num_sections = 1 + self._mirrors.num_sections
 
     def sections(self, lookup: Lookup) -> np.ndarray:
-        return lookup.id_bytes()[None, :]
+        return np.concatenate([lookup.id_bytes()[None, :], self._mirrors.sections()])
 
     def fetch(self, lookup: Lookup, step: int, headers: Headers, mark: Mark) -> np.ndarray:
         ids = self._exchange.round(Kind.IDS, step, lookup.id_bytes()[None, :], headers.section_bytes[:1])
@@ -93,12 +115,18 @@ class FlatRows:
         faults.reach("step.ids_done")
         mark("F")
         lookup.resolve(sources[0], headers.section_bytes[0])
+        changed = headers.section_bytes[1:]
         values = self._exchange.round(
-            Kind.VALUES, step, lookup.row_bytes_out()[None, :], lookup.row_bytes_in()[None, :]
+            Kind.VALUES,
+            step,
+            np.concatenate([lookup.row_bytes_out()[None, :], self._mirrors.sections()]),
+            np.concatenate([lookup.row_bytes_in()[None, :], changed]),
         )
         lookup.write_rows(values.send_addresses[0])
+        self._mirrors.write(values.send_addresses[1:])
         mark("gather")
         sources = values.run()
+        self._mirrors.read(sources[1:], changed)
         mark("F")
         return sources[0]
 
@@ -108,7 +136,7 @@ class FlatRows:
         return
 
     def gradient_bytes(self, lookup: Lookup) -> tuple[np.ndarray, np.ndarray]:
-        return lookup.row_bytes_in(), lookup.row_bytes_out()
+        return lookup.grad_bytes_out(), lookup.grad_bytes_in()
 
     def write_gradients(self, lookup: Lookup, grads: Sequence[Tensor], destinations: np.ndarray) -> None:
         lookup.segment_sum(grads, destinations)
@@ -176,10 +204,10 @@ class HierarchicalRows:
         plan: made with ``hosts``: the number of each rank's host.
     """
 
-    num_sections = 2
-
     def __init__(self, exchange: Exchange, local: Exchange, plan: StepPlan) -> None:
         self._exchange, self.local, self._plan = exchange, local, plan
+        self._mirrors = _Mirrors(plan)
+        self.num_sections = 2 + self._mirrors.num_sections
         self.carriers = Carriers.of(plan.hosts, exchange.identity.rank)
         assert local.identity.rank == self.carriers.local_rank, "local ranks are numbered in rank order"
         assert local.identity.world_size == len(self.carriers.locals)
@@ -195,7 +223,7 @@ class HierarchicalRows:
         ids = lookup.id_bytes()
         requests = np.zeros_like(ids)
         requests[self._locals] = self.carriers.lay_out(ids, has_index=True)[1]
-        return np.stack([np.where(self._is_near, ids, 0), requests])
+        return np.concatenate([np.where(self._is_near, ids, 0)[None, :], requests[None, :], self._mirrors.sections()])
 
     def fetch(self, lookup: Lookup, step: int, headers: Headers, mark: Mark) -> np.ndarray:
         relay = self._request(lookup, step, headers.section_bytes[1][self._locals])
@@ -213,16 +241,25 @@ class HierarchicalRows:
         mark("F")
         lookup.resolve(sources[0], sizes)
         into = np.where(self._is_near, lookup.row_bytes_in(), relay.row_bytes())
-        values = self._exchange.round(Kind.VALUES, step, lookup.row_bytes_out()[None, :], into[None, :])
+        changed = headers.section_bytes[2:]
+        values = self._exchange.round(
+            Kind.VALUES,
+            step,
+            np.concatenate([lookup.row_bytes_out()[None, :], self._mirrors.sections()]),
+            np.concatenate([into[None, :], changed]),
+        )
         lookup.write_rows(values.send_addresses[0])
+        self._mirrors.write(values.send_addresses[1:])
         mark("gather")
-        rows = values.run()[0]
+        received = values.run()
+        rows = received[0]
+        self._mirrors.read(received[1:], changed)
         offsets, handed = self.carriers.lay_out(lookup.row_bytes_in(), has_index=False)
         hand_out = self.local.round(Kind.VALUES, step, relay.local_row_bytes()[None, :], handed[None, :])
         relay.hand_out(rows, hand_out.send_addresses[0])
-        received = hand_out.run()[0]
+        carried = hand_out.run()[0]
         mark("F")
-        return np.where(self._is_near, rows, received[self.carriers.carrier] + offsets)
+        return np.where(self._is_near, rows, carried[self.carriers.carrier] + offsets)
 
     def _request(self, lookup: Lookup, step: int, incoming: np.ndarray) -> _core.Relay:
         """Bring this host's requests for other hosts to their carriers, and merge what this rank carries."""
@@ -256,7 +293,7 @@ class HierarchicalRows:
         self, lookups: Sequence[Lookup], grads: Sequence[Sequence[Tensor]], step: int, timeout_s: float
     ) -> None:
         """Sum the gradients of each lookup's rows, and bring those of rows on other hosts to their carriers."""
-        layouts = [self.carriers.lay_out(lookup.row_bytes_in(), has_index=False) for lookup in lookups]
+        layouts = [self.carriers.lay_out(lookup.grad_bytes_out(), has_index=False) for lookup in lookups]
         relays = [self._relays[id(lookup)] for lookup in lookups]
         out = np.stack([sizes for _, sizes in layouts])
         into = np.stack([relay.local_grad_bytes() for relay in relays])
@@ -268,7 +305,7 @@ class HierarchicalRows:
 
     def gradient_bytes(self, lookup: Lookup) -> tuple[np.ndarray, np.ndarray]:
         relay = self._relays[id(lookup)]
-        return np.where(self._is_near, lookup.row_bytes_in(), relay.grad_bytes()), lookup.row_bytes_out()
+        return np.where(self._is_near, lookup.grad_bytes_out(), relay.grad_bytes()), lookup.grad_bytes_in()
 
     def write_gradients(self, lookup: Lookup, grads: Sequence[Tensor], destinations: np.ndarray) -> None:
         lookup.write_sums(self._near(destinations))

@@ -122,8 +122,9 @@ class TableConfig(Config):
     """Ids are 0 to num_embeddings - 1; 0: dynamic, any 64-bit id, rows appear as they are trained."""
     data_type: Literal["fp32", "fp16", "bf16"] | None = None
     """Type of stored weights; fp16 and bf16 round stochastically, optimizer state stays fp32."""
-    sharding_type: Literal["row_wise", "table_wise"] | None = None
-    """``row_wise`` (default): row blocks spread over all workers; ``table_wise``: all on one worker."""
+    sharding_type: Literal["row_wise", "table_wise", "data_parallel"] | None = None
+    """``row_wise`` (default): row blocks spread over all workers; ``table_wise``: all on one worker; ``data_parallel``:
+    row_wise, and every worker keeps the values of all rows to read, as fp32: for small tables of fixed size."""
     num_blocks: int | None = bounded(None, low=1, high=65_536)
     """Row blocks, a power of two: the units of placement and migration, fixed for the table's life. By default 1 when
     table_wise, else 64, or fewer for a small table."""
@@ -137,6 +138,8 @@ class TableConfig(Config):
     def rules(self) -> Iterator[Problem]:
         if self.num_blocks is not None and self.num_blocks & (self.num_blocks - 1):
             yield Problem("num_blocks", f"is {self.num_blocks}; it must be a power of two")
+        if self.sharding_type == "data_parallel" and self.num_embeddings == 0:
+            yield Problem("sharding_type", "is data_parallel, which needs a fixed number of rows: set num_embeddings")
         if (self.init_min is None) != (self.init_max is None):
             yield Problem("init_min", "and init_max must be set together")
         elif self.init_min is not None and self.init_max is not None and not self.init_min <= self.init_max:

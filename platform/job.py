@@ -156,8 +156,7 @@ class ShardingOf:
     config: JobConfig
 
     def __call__(self, table: str) -> ShardingType:
-        is_table_wise = self.config.tables.of(table).is_table_wise
-        return ShardingType.TABLE_WISE if is_table_wise else ShardingType.ROW_WISE
+        return ShardingType(self.config.tables.of(table).sharding_type or "row_wise")
 
 
 def checkpoint_directory(epoch: int, step: int) -> str:

@@ -49,6 +49,7 @@ def _decode_view(fields: Mapping[str, Any]) -> View:
     known["members"] = tuple(Member(**member) for member in fields["members"])
     known["placement"] = {table: tuple(owners) for table, owners in fields["placement"].items()}
     known["buddies"] = tuple(fields["buddies"])
+    known["mirrored"] = tuple(fields.get("mirrored", ()))
     return View(**known)
 
 

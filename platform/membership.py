@@ -295,6 +295,7 @@ def _view(
         placement=placement,
         transport=spec.transport,
         exchange=spec.exchange,
+        mirrored=tuple(sorted(t for t in placement if spec.sharding.get(t) is ShardingType.DATA_PARALLEL)),
         store_host=spec.store_host,
         store_port=spec.store_port,
         buddies=buddies,

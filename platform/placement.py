@@ -38,6 +38,8 @@ class ShardingType(enum.Enum):
 
     TABLE_WISE = "table_wise"
     ROW_WISE = "row_wise"
+    #: Owned row-wise, its values kept by every worker.
+    DATA_PARALLEL = "data_parallel"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

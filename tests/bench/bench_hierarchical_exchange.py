@@ -1,8 +1,8 @@
 """The embedding part of a step, flat and hierarchical, on two hosts of two ranks with a slow network between them.
 
-Hosts are network namespaces; what a host sends to the other is limited by a token bucket, what its ranks send each other
-goes through shared memory. Every rank looks up one table of 64 columns: 1,024 bags of 8 ids from a bounded Zipf law over
-a million ids, new ones each step. A step is route, ids, rows, pooling, gradients, update; without a dense part.
+Hosts are network namespaces; what a host sends to the other is limited by a token bucket, what its ranks send each
+other goes through shared memory. Every rank looks up one table of 64 columns: 1,024 bags of 8 ids of a bounded Zipf law
+over a million ids, new ones each step. A step is route, ids, rows, pooling, gradients, update; without a dense part.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class Side:
             run=1, epoch=spec.epoch, rank=spec.rank, world_size=spec.world_size, plan_hash=self.plan.hash
         )
         self.exchange = Exchange(groups.transport, identity, timeout_s=60)
-        self.rows: RowExchange = FlatRows(self.exchange)
+        self.rows: RowExchange = FlatRows(self.exchange, self.plan)
         if is_hierarchical:
             near = groups.local_transport
             local = Identity(

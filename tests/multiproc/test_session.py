@@ -66,8 +66,10 @@ def test_training_equals_plain_torch_at_any_world_size(num_workers, source, orac
 
 @pytest.mark.parametrize(("hosts", "transport"), [("ab", "auto"), ("aab", "auto"), ("abab", "auto"), ("aabb", "gloo")])
 @pytest.mark.timeout(400)
-def test_training_over_the_hierarchical_exchange_equals_plain_torch(hosts, transport, source, oracles, tmp_path):
+def test_hierarchical_exchange_and_a_data_parallel_table_equal_plain_torch(hosts, transport, source, oracles, tmp_path):
     specs = [parity.worker_spec(f"h{n}", source, o, tmp_path, checkpoint_at_end=False) for n, o in OPTIMIZERS.items()]
-    outcomes = worlds.run_world(len(hosts), specs, hosts=hosts, transport=transport, exchange="hierarchical")
+    outcomes = worlds.run_world(
+        len(hosts), specs, hosts=hosts, transport=transport, exchange="hierarchical", mirrored=("genre",)
+    )
     for (name, optimizer), outcome in zip(OPTIMIZERS.items(), outcomes):
         assert_close(outcome, oracles[name], optimizer)

@@ -38,10 +38,13 @@ from shoal.actors.messages import (
 from shoal.actors.worker_spec import ElasticSpec, WorkerSpec
 from shoal.kernels.spec import OptimizerKind, OptimizerSpec
 from shoal.platform.membership import NewMember, ViewSpec, plan_view
+from shoal.platform.placement import ShardingType
 from shoal.platform.recovery import RecoveryMode, plan_recovery
 
 ADAGRAD = OptimizerSpec(kind=OptimizerKind.ADAGRAD, lr=0.1)
 STEPS = 600
+#: With one rank on a host the hierarchical exchange sums as the flat one does, so both give the same bits.
+DATA_PARALLEL = {"sharding": {"genre": ShardingType.DATA_PARALLEL, "item": ShardingType.DATA_PARALLEL}}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,10 +59,10 @@ class Ending:
 class Cast:
     """Workers in processes, and the orders to them."""
 
-    def __init__(self, spec: WorkerSpec, *, replicate: bool) -> None:
+    def __init__(self, spec: WorkerSpec, *, replicate: bool, **view: Any) -> None:
         self.spec = spec
         self.keep, host, port = host_store()
-        self.view_spec = ViewSpec(run=spec.run, store_host=host, store_port=port, replicate=replicate)
+        self.view_spec = ViewSpec(run=spec.run, store_host=host, store_port=port, replicate=replicate, **view)
         self.workers: dict[str, ProcessHandle] = {}
         self.view: View | None = None
         self.epoch = -1
@@ -253,10 +256,11 @@ def test_workers_join_and_leave_while_the_others_train_on(make_spec, replicate):
         cast.close()
 
 
-def test_a_replaced_worker_leaves_no_trace_in_the_numbers(make_spec):
+@pytest.mark.parametrize("view", [{}, DATA_PARALLEL], ids=["sharded", "data_parallel"])
+def test_a_replaced_worker_leaves_no_trace_in_the_numbers(make_spec, view):
     spec = make_spec("replace")
     expected = fixed_run(spec, 2)
-    cast = Cast(spec, replicate=True)
+    cast = Cast(spec, replicate=True, **view)
     try:
         cast.launch("w0", "w1", "w2", "w3")
         cast.start("w0", "w1")
@@ -272,12 +276,16 @@ def test_a_replaced_worker_leaves_no_trace_in_the_numbers(make_spec):
         cast.close()
 
 
-@pytest.mark.parametrize("replicate", [False, True])
-def test_moving_row_blocks_leaves_no_trace_in_the_numbers(make_spec, replicate):
+@pytest.mark.parametrize(
+    ("replicate", "view"),
+    [(False, {}), (True, {}), (True, {**DATA_PARALLEL, "exchange": "hierarchical"})],
+    ids=["no copies", "copies", "data parallel, hierarchical"],
+)
+def test_moving_row_blocks_leaves_no_trace_in_the_numbers(make_spec, replicate, view):
     """S5, promise 2: k random migrations at a fixed world size, with and without buddies."""
     spec = make_spec(f"move-{replicate}", protect_every_steps=5 if replicate else None)
     expected = fixed_run(spec, 2)
-    cast = Cast(spec, replicate=replicate)
+    cast = Cast(spec, replicate=replicate, **view)
     rng = np.random.default_rng(5)
     try:
         cast.launch("w0", "w1")

@@ -43,6 +43,7 @@ def make_view(
     transport: str,
     hosts: str = "",
     exchange: str = "flat",
+    mirrored: tuple[str, ...] = (),
 ) -> View:
     """View of ``world`` workers, placed by the production planner; ``hosts`` has a letter for each one's host."""
     tables = worker.model_tables.tables
@@ -58,13 +59,14 @@ def make_view(
         store_host=store[0],
         store_port=store[1],
         exchange=exchange,
+        mirrored=mirrored,
     )
 
 
 Store = tuple[str, int]
 
 
-def run_one(spec: WorkerSpec, rank: int, world: int, epoch: int, store: Store, **view: str) -> dict[str, Any]:
+def run_one(spec: WorkerSpec, rank: int, world: int, epoch: int, store: Store, **view: Any) -> dict[str, Any]:
     """One rank of one case, to its end; ``view`` as ``make_view`` takes it."""
     worker = Worker(str(rank), spec)
     worker.prepare("here")
@@ -102,7 +104,7 @@ def dump(worker: Worker) -> dict[str, Any]:
 
 
 def _rank_main(
-    rank: int, world: int, cases: Sequence[WorkerSpec], store: Store, view: dict[str, str], out: Any
+    rank: int, world: int, cases: Sequence[WorkerSpec], store: Store, view: dict[str, Any], out: Any
 ) -> None:
     for epoch, spec in enumerate(cases):
         try:
@@ -118,10 +120,11 @@ def run_world(
     transport: str = "auto",
     hosts: str = "",
     exchange: str = "flat",
+    mirrored: tuple[str, ...] = (),
     timeout_s: float = 300,
 ) -> list[Outcome]:
     """Every case on ``world`` ranks; 0 runs one rank in this process. Cases share the processes, one epoch each."""
-    view = {"transport": transport, "hosts": hosts, "exchange": exchange}
+    view = {"transport": transport, "hosts": hosts, "exchange": exchange, "mirrored": mirrored}
     if world <= 1:
         answers = {(0, e): run_one(spec, 0, 1, e, ("", 0), **view) for e, spec in enumerate(cases)}
         return [_merge([answers[(0, e)]]) for e in range(len(cases))]

@@ -140,10 +140,10 @@ class World:
     def backward(
         self, lookups: list[Lookup], grads: list[list[torch.Tensor]]
     ) -> tuple[list[np.ndarray], list[np.ndarray]]:
-        into = [lookup.row_bytes_in() for lookup in lookups]
+        into = [lookup.grad_bytes_out() for lookup in lookups]
         received, sizes, keep = self._exchange(into, lambda r, to: lookups[r].segment_sum(grads[r], to))
         for rank, lookup in enumerate(lookups):
-            assert sizes[rank].tolist() == lookup.row_bytes_out().tolist()
+            assert sizes[rank].tolist() == lookup.grad_bytes_in().tolist()
         return received, keep
 
     def apply(self, rounds: list[tuple[list[Lookup], list[np.ndarray]]], step: int, lr: float | None = None) -> None:

@@ -18,6 +18,7 @@ from test_plan import RankBatch, random_batch
 from thread_ranks import Switch, ThreadTransport, run_ranks
 
 from shoal.kernels import _core
+from shoal.kernels.errors import ConfigError, ProtocolError
 from shoal.kernels.exchange import Exchange
 from shoal.kernels.frame import Identity, Kind
 from shoal.kernels.plan import StepPlan
@@ -55,7 +56,14 @@ class _Ranks:
     """W ranks that train ``num_steps`` steps; keeps what they end with."""
 
     def __init__(
-        self, hosts: str, placement: list[np.ndarray], batches: list[list[RankBatch]], *, is_hierarchical: bool
+        self,
+        hosts: str,
+        placement: list[np.ndarray],
+        batches: list[list[RankBatch]],
+        *,
+        is_hierarchical: bool = False,
+        mirrored: tuple[int, ...] = (),
+        new_view_after: int = 0,
     ) -> None:
         world, tables = len(hosts), _tables()
         numbers = host_numbers(hosts)
@@ -72,11 +80,11 @@ class _Ranks:
                     store.add_block(t, int(block))
             plan = StepPlan(
                 store, tables, _FEATURES, placement, rank=rank, world_size=world,
-                hosts=numbers if is_hierarchical else (),
+                hosts=numbers if is_hierarchical else (), mirrored=mirrored,
             )  # fmt: skip
             identity = Identity(run=1, epoch=0, rank=rank, world_size=world, plan_hash=plan.hash)
             exchange = Exchange(ThreadTransport(switch, rank, world, frozenset(near[rank])), identity)
-            rows: FlatRows | HierarchicalRows = FlatRows(exchange)
+            rows: FlatRows | HierarchicalRows = FlatRows(exchange, plan)
             if is_hierarchical:
                 size, mine = len(near[rank]), near[rank].index(rank)
                 local = Identity(run=1, epoch=0, rank=mine, world_size=size, plan_hash=plan.hash)
@@ -86,6 +94,10 @@ class _Ranks:
             outputs: list[torch.Tensor] = []
             lookup = plan.new_lookup()
             for step, batch in enumerate(batches):
+                if step and step == new_view_after:
+                    assert not is_hierarchical
+                    plan = StepPlan(store, tables, _FEATURES, placement, rank=rank, world_size=world, mirrored=mirrored)
+                    rows, lookup = FlatRows(exchange, plan), plan.new_lookup()
                 own = batch[rank]
                 lookup.route(own.values, own.offsets, own.weights, columns, own.batch_size)
                 headers = exchange.header(Kind.BATCH, step, sections=rows.sections(lookup))
@@ -169,6 +181,48 @@ def test_s6_the_number_of_collectives_is_constant() -> None:
     ranks = _Ranks(hosts, _placement(3, 9), batches, is_hierarchical=True)
     per_step = {exchange.num_collectives() / len(batches) for exchange in ranks.exchanges}
     assert per_step == {5.0}  # header, merged header, ids, values, gradients; three more among a host's ranks
+
+
+@pytest.mark.parametrize("is_hierarchical", [False, True])
+def test_promise_2_a_data_parallel_table_gives_the_same_bits_as_a_sharded_one(is_hierarchical: bool) -> None:
+    hosts = "aab"
+    batches, placement = _batches(hosts, 11, 4), _placement(3, 12)
+    sharded = _Ranks(hosts, placement, batches, is_hierarchical=is_hierarchical)
+    mirrored = _Ranks(hosts, placement, batches, is_hierarchical=is_hierarchical, mirrored=(0, 2))
+    assert mirrored.rows == sharded.rows
+    for a, b in zip(mirrored.outputs, sharded.outputs):
+        assert all(torch.equal(x, y) for x, y in zip(a, b))
+
+
+def test_a_new_view_fills_its_mirrors_from_the_owners() -> None:
+    hosts = "ab"
+    batches, placement = _batches(hosts, 13, 4), _placement(2, 14)
+    sharded = _Ranks(hosts, placement, batches)
+    mirrored = _Ranks(hosts, placement, batches, mirrored=(0, 2), new_view_after=2)
+    assert mirrored.rows == sharded.rows
+
+
+def test_a_table_that_no_rank_can_keep_whole_is_not_data_parallel() -> None:
+    tables = _tables()
+    with pytest.raises(ConfigError, match="'dynamic' cannot be data parallel"):
+        StepPlan(RowStore(tables), tables, _FEATURES, [np.zeros(8, np.uint16)] * 3, rank=0, world_size=1, mirrored=(1,))
+
+
+@given(st.binary(min_size=0, max_size=400), st.integers(-1, 400))
+@settings(max_examples=200, deadline=None)
+def test_changed_rows_that_cannot_be_are_refused(noise: bytes, claim: int) -> None:
+    tables = _tables()
+    store = RowStore(tables)
+    plan = StepPlan(store, tables, _FEATURES, [np.ones(8, np.uint16)] * 3, rank=0, world_size=2, mirrored=(0,))
+    section = np.zeros(64 + len(noise), np.uint8)
+    section[64:] = np.frombuffer(noise, np.uint8)
+    if claim == 0 and not noise:
+        return  # a section without changes
+    ctypes.memmove(section.ctypes.data, claim.to_bytes(8, "little", signed=True), 8)
+    with pytest.raises(ProtocolError, match="rank 1"):
+        plan.read_mirrors(
+            np.array([0, section.ctypes.data], np.int64), np.array([0, len(section)], np.int64)
+        )
 
 
 @given(st.lists(st.integers(0, 3), min_size=1, max_size=9))

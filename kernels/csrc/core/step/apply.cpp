@@ -4,6 +4,7 @@
 #include <cstring>
 #include <numeric>
 
+#include "core/step/mirrors.h"
 #include "core/step/simd.h"
 
 namespace shoal::step {
@@ -75,7 +76,10 @@ void Updater::apply(uint32_t step, const float* lrs) {
       update_single(t, sources_[t][0], scalars);
     else
       update_merged(t, sources_[t], scalars);
+    if (plan_->tables[t].is_mirrored)
+      for (const GradSource& source : sources_[t]) plan_->mirrors->touch(t, source.slots, source.count);
   }
+  if (plan_->mirrors) plan_->mirrors->settle();
 }
 
 void Updater::update_single(int t, const GradSource& source, const StepScalars& scalars) {

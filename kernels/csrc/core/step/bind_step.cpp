@@ -7,6 +7,7 @@
 #include "core/step/apply.h"
 #include "core/step/bind_arrays.h"
 #include "core/step/lookup.h"
+#include "core/step/mirrors.h"
 #include "core/step/statistics.h"
 
 namespace nb = nanobind;
@@ -120,8 +121,41 @@ void bind_plan(nb::module_& m) {
              table.has_one_owner = std::all_of(owners.begin(), owners.end(),
                                                [&](uint16_t owner) { return owner == owners[0]; });
              table.is_wide = desc.num_embeddings == 0 || desc.num_embeddings > int64_t{1} << 31;
-             table.wire_row_bytes = table.dim * static_cast<int64_t>(sizeof(float));
+             table.wire_row_bytes = table.wire_grad_bytes = table.dim * static_cast<int64_t>(sizeof(float));
              self.tables.push_back(std::move(table));
+           })
+      .def("mirror",
+           [](StepPlan& self, const std::vector<int>& tables) {
+             for (int index : tables) {
+               Table& table = self.tables.at(index);
+               if (table.num_embeddings == 0) throw std::invalid_argument("a mirrored table has a fixed number of rows");
+               table.is_mirrored = true;
+               table.wire_row_bytes = 0;
+             }
+             nb::gil_scoped_release release;
+             self.mirrors = std::make_shared<Mirrors>(&self);
+           })
+      .def("touch_mirrors",
+           [](StepPlan& self) {
+             nb::gil_scoped_release release;
+             self.mirrors->touch_all();
+           })
+      .def("mirror_bytes", [](const StepPlan& self) { return self.mirrors->bytes(); })
+      .def("write_mirrors",
+           [](StepPlan& self, const Int64s& destinations) {
+             const int64_t* to = per_rank(self, destinations);
+             nb::gil_scoped_release release;
+             for (int p = 0; p < self.world_size; ++p)
+               if (p != self.rank) self.mirrors->write(reinterpret_cast<std::byte*>(to[p]));
+             self.mirrors->clear();
+           })
+      .def("read_mirrors",
+           [](StepPlan& self, const Int64s& sources, const Int64s& bytes) {
+             const int64_t* from = per_rank(self, sources);
+             const int64_t* sizes = per_rank(self, bytes);
+             nb::gil_scoped_release release;
+             for (int p = 0; p < self.world_size; ++p)
+               if (p != self.rank) self.mirrors->read(p, reinterpret_cast<const std::byte*>(from[p]), sizes[p]);
            })
       .def("add_output",
            [](StepPlan& self, int64_t width) {
@@ -225,6 +259,8 @@ void bind_lookup(nb::module_& m) {
            })
       .def("row_bytes_out", [](const PyLookup& self) { return to_numpy(self.lookup.row_bytes_out()); })
       .def("row_bytes_in", [](const PyLookup& self) { return to_numpy(self.lookup.row_bytes_in()); })
+      .def("grad_bytes_out", [](const PyLookup& self) { return to_numpy(self.lookup.grad_bytes_out()); })
+      .def("grad_bytes_in", [](const PyLookup& self) { return to_numpy(self.lookup.grad_bytes_in()); })
       .def("write_rows",
            [](const PyLookup& self, const Int64s& destinations) {
              const int64_t* to = per_rank(*self.plan, destinations);

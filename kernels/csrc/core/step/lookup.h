@@ -39,7 +39,7 @@ struct Run {
 struct RunList {
   std::vector<Run> runs;
   std::vector<int64_t> peer_start;
-  std::vector<int64_t> row_bytes;  // per peer, on the wire
+  std::vector<int64_t> row_bytes, grad_bytes;  // per peer, on the wire
 };
 
 // Set in a row's address when the row is stored in its table's own (low-precision) type. Rows are 2-byte aligned.
@@ -66,6 +66,8 @@ class Lookup {
   void resolve(const int64_t* sources, const int64_t* source_bytes);
   const std::vector<int64_t>& row_bytes_out() const { return incoming_.row_bytes; }
   const std::vector<int64_t>& row_bytes_in() const { return outgoing_.row_bytes; }
+  const std::vector<int64_t>& grad_bytes_out() const { return outgoing_.grad_bytes; }
+  const std::vector<int64_t>& grad_bytes_in() const { return incoming_.grad_bytes; }
   // Owner: writes the asked rows of each peer in wire format.
   void write_rows(const int64_t* destinations) const;
   // Requester: pools the rows (received at `sources`, or local) into the output tensors.
@@ -104,6 +106,7 @@ class Lookup {
   // rows.cpp
   void find_slots();
   void point_at_local_rows();
+  void point_at_mirrored_rows();
   void point_at_remote_rows(const int64_t* sources);
   // pooling.cpp
   template <class Fn>

@@ -34,7 +34,9 @@ struct Table {
   bool is_wide = false;          // ids travel as int64
   bool has_scaled_features = false;  // MEAN or weighted: gradients are multiplied per position
   bool has_weighted_features = false;
-  int64_t wire_row_bytes = 0;
+  bool is_mirrored = false;          // every rank keeps its values (mirrors.h): they are not asked for
+  int64_t wire_row_bytes = 0;        // of values; 0 where mirrored
+  int64_t wire_grad_bytes = 0;
   // A column block other than the first of its table: the first one. Both have the same features over the same ids, which
   // are de-duplicated once; else -1.
   int leader = -1;
@@ -61,6 +63,8 @@ struct Feature {
   bool is_scaled() const { return is_weighted || pooling == Pooling::kMean; }
 };
 
+class Mirrors;
+
 struct StepPlan {
   RowStore* store = nullptr;
   std::vector<Table> tables;
@@ -74,6 +78,8 @@ struct StepPlan {
   // Number of each rank's host, hosts numbered by their lowest rank, where gradients are summed per host first (relay.h);
   // else empty.
   std::vector<int> hosts;
+
+  std::shared_ptr<Mirrors> mirrors;  // null where no table is mirrored
 
   int num_tables() const { return static_cast<int>(tables.size()); }
   int num_features() const { return static_cast<int>(features.size()); }

@@ -174,7 +174,7 @@ void Relay::lay_out() {
     std::fill(grads.begin(), grads.end(), 0);
     for (Merged& merged : carried.tables) {
       const Table& table = plan_->tables[merged.table];
-      const int64_t row = table.wire_row_bytes, grad = 4 * int64_t{table.dim};
+      const int64_t row = table.wire_row_bytes, grad = table.wire_grad_bytes;
       merged.row_offset = row_bytes_[carried.owner];
       merged.grad_offset = grad_bytes_[carried.owner];
       row_bytes_[carried.owner] += merged.count * row;
@@ -222,6 +222,7 @@ void Relay::hand_out(const int64_t* sources, const int64_t* destinations) const 
     const std::byte* section = reinterpret_cast<const std::byte*>(sources[carried.owner]);
     for (const Merged& merged : carried.tables) {
       const int64_t row_bytes = plan_->tables[merged.table].wire_row_bytes;
+      if (row_bytes == 0) continue;
       const std::byte* rows = section + merged.row_offset;
       for (const Part& part : merged.parts) {
         std::byte* out = reinterpret_cast<std::byte*>(destinations[part.local]) + carried.row_starts[part.local] +

@@ -134,6 +134,7 @@ Lookup::Lookup(StepPlan* plan)
   for (RunList* list : {&outgoing_, &incoming_}) {
     list->peer_start.assign(plan->world_size + 1, 0);
     list->row_bytes.assign(plan->world_size, 0);
+    list->grad_bytes.assign(plan->world_size, 0);
   }
 }
 
@@ -325,7 +326,7 @@ void Lookup::order_by_owner() {
   outgoing_.runs.clear();
   for (int p = 0; p < W; ++p) {
     outgoing_.peer_start[p] = static_cast<int64_t>(outgoing_.runs.size());
-    outgoing_.row_bytes[p] = 0;
+    outgoing_.row_bytes[p] = outgoing_.grad_bytes[p] = 0;
     int t = 0;
     for (int64_t i = order_start_[p]; i < order_start_[p + 1];) {
       while (order_[i] >= position_start_[t + 1]) ++t;
@@ -333,7 +334,10 @@ void Lookup::order_by_owner() {
                                              static_cast<uint32_t>(position_start_[t + 1]));
       const int64_t count = end - (order_.data() + i);
       outgoing_.runs.push_back({t, i, count});
-      if (p != plan_->rank) outgoing_.row_bytes[p] += count * plan_->tables[t].wire_row_bytes;
+      if (p != plan_->rank) {
+        outgoing_.row_bytes[p] += count * plan_->tables[t].wire_row_bytes;
+        outgoing_.grad_bytes[p] += count * plan_->tables[t].wire_grad_bytes;
+      }
       i += count;
     }
   }

@@ -3,6 +3,7 @@
 #include <cstring>
 
 #include "core/step/lookup.h"
+#include "core/step/mirrors.h"
 #include "core/step/simd.h"
 #include "core/step/wire.h"
 
@@ -65,7 +66,7 @@ void Lookup::resolve(const int64_t* sources, const int64_t* source_bytes) {
   int64_t total = 0;
   for (int p = 0; p < W; ++p) {
     incoming_.peer_start[p] = static_cast<int64_t>(incoming_.runs.size());
-    incoming_.row_bytes[p] = 0;
+    incoming_.row_bytes[p] = incoming_.grad_bytes[p] = 0;
     if (p == plan_->rank) {
       for (int64_t r = outgoing_.peer_start[p]; r < outgoing_.peer_start[p + 1]; ++r) {
         incoming_.runs.push_back({outgoing_.runs[r].table, total, outgoing_.runs[r].count});
@@ -75,8 +76,11 @@ void Lookup::resolve(const int64_t* sources, const int64_t* source_bytes) {
     } else {
       total += read_ids_header(*plan_, p, reinterpret_cast<const std::byte*>(sources[p]), source_bytes[p], total,
                                &incoming_.runs, &incoming_data_);
-      for (size_t r = incoming_.peer_start[p]; r < incoming_.runs.size(); ++r)
-        incoming_.row_bytes[p] += incoming_.runs[r].count * plan_->tables[incoming_.runs[r].table].wire_row_bytes;
+      for (size_t r = incoming_.peer_start[p]; r < incoming_.runs.size(); ++r) {
+        const Table& table = plan_->tables[incoming_.runs[r].table];
+        incoming_.row_bytes[p] += incoming_.runs[r].count * table.wire_row_bytes;
+        incoming_.grad_bytes[p] += incoming_.runs[r].count * table.wire_grad_bytes;
+      }
     }
   }
   incoming_.peer_start[W] = static_cast<int64_t>(incoming_.runs.size());
@@ -89,7 +93,7 @@ void Lookup::resolve(const int64_t* sources, const int64_t* source_bytes) {
       int64_t* ids = incoming_ids_.data() + run.start;
       incoming_run_ids_[r] = ids;
       if (p != plan_->rank) {
-        read_ids(*plan_, p, run.table, incoming_data_[r], run.count, ids);
+        read_ids(*plan_, p, plan_->rank, run.table, incoming_data_[r], run.count, ids);
         continue;
       }
       const uint32_t* order = order_.data() + order_start_[p] + (run.start - incoming_.runs[incoming_.peer_start[p]].start);
@@ -139,6 +143,7 @@ void Lookup::point_at_local_rows() {
     }
   };
   local_runs([&](const Run& run, const Table& table, const uint32_t* order, const int64_t*) {
+    if (table.is_mirrored) return;
     const Arena& arena = plan_->store->arena_of(run.table);
     const uint32_t* slots = incoming_slots_.data() + run.start;
     const uintptr_t tag = table.type == RowType::F32 ? 0 : kEncodedTag;
@@ -153,6 +158,7 @@ void Lookup::point_at_local_rows() {
   // Evaluation of ids that were never trained: their initial values, computed aside.
   float* space = initial_rows_.grow(missing_floats);
   local_runs([&](const Run& run, const Table& table, const uint32_t* order, const int64_t* ids) {
+    if (table.is_mirrored) return;
     for (int64_t i = 0; i < run.count; ++i) {
       if (incoming_slots_[run.start + i] != kNoSlot) continue;
       initial_row(plan_->store->table(run.table), ids[i], space);
@@ -162,7 +168,16 @@ void Lookup::point_at_local_rows() {
   });
 }
 
+void Lookup::point_at_mirrored_rows() {
+  for (int t = 0; t < plan_->num_tables(); ++t) {
+    if (!plan_->tables[t].is_mirrored) continue;
+    for (int64_t u = position_start_[t]; u < position_start_[t] + num_unique_[t]; ++u)
+      row_address_[u] = reinterpret_cast<uintptr_t>(plan_->mirrors->row(t, unique_ids_[u]));
+  }
+}
+
 void Lookup::point_at_remote_rows(const int64_t* sources) {
+  point_at_mirrored_rows();
   int64_t kept_floats = 0;
   if (is_training_) {
     for (int p = 0; p < plan_->world_size; ++p)
@@ -177,6 +192,7 @@ void Lookup::point_at_remote_rows(const int64_t* sources) {
     for (int64_t r = outgoing_.peer_start[p]; r < outgoing_.peer_start[p + 1]; ++r) {
       const Run& run = outgoing_.runs[r];
       const Table& table = plan_->tables[run.table];
+      if (table.is_mirrored) continue;
       const std::byte* first = rows;
       if (is_training_ && table.has_weighted_features) {
         // The message's memory is reused before weight_grad needs the rows.
@@ -198,6 +214,7 @@ void Lookup::write_rows(const int64_t* destinations) const {
     for (int64_t r = incoming_.peer_start[p]; r < incoming_.peer_start[p + 1]; ++r) {
       const Run& run = incoming_.runs[r];
       const Table& table = plan_->tables[run.table];
+      if (table.is_mirrored) continue;
       const Arena& arena = plan_->store->arena_of(run.table);
       const uint32_t* slots = incoming_slots_.data() + run.start;
       plan_->threads->run((run.count + kRowsPerTask - 1) / kRowsPerTask, [&](int64_t task, int) {

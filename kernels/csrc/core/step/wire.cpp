@@ -96,7 +96,8 @@ int64_t read_ids_header(const StepPlan& plan, int peer, const std::byte* section
   return total;
 }
 
-void read_ids(const StepPlan& plan, int peer, int table_index, const std::byte* data, int64_t count, int64_t* ids) {
+void read_ids(const StepPlan& plan, int peer, int owner, int table_index, const std::byte* data, int64_t count,
+              int64_t* ids) {
   const Table& table = plan.tables[table_index];
   if (table.is_wide) {
     std::memcpy(ids, data, count * sizeof(int64_t));
@@ -108,17 +109,16 @@ void read_ids(const StepPlan& plan, int peer, int table_index, const std::byte* 
     }
   }
   const uint64_t last_id = table.last_id();
-  const int rank = plan.rank;
-  if (table.has_one_owner && table.owners[0] != rank)
-    violation(peer, "asks for table " + std::to_string(table_index) + ", which rank " + std::to_string(rank) +
+  if (table.has_one_owner && table.owners[0] != owner)
+    violation(peer, "asks for table " + std::to_string(table_index) + ", which rank " + std::to_string(owner) +
                         " does not own");
   for (int64_t i = 0; i < count; ++i) {
     const uint64_t id = static_cast<uint64_t>(ids[i]);
     if (__builtin_expect(id > last_id, 0))
       violation(peer, "holds id " + std::to_string(ids[i]) + ", outside table " + std::to_string(table_index));
-    if (!table.has_one_owner && __builtin_expect(table.owner_of(fmix64(id)) != rank, 0))
+    if (!table.has_one_owner && __builtin_expect(table.owner_of(fmix64(id)) != owner, 0))
       violation(peer, "holds id " + std::to_string(ids[i]) + " of table " + std::to_string(table_index) +
-                          ", whose block rank " + std::to_string(rank) + " does not own");
+                          ", whose block rank " + std::to_string(owner) + " does not own");
   }
 }
 

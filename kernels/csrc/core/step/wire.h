@@ -34,7 +34,7 @@ void write_table_ids(const Table& table, const uint64_t* ids, int64_t count, std
 int64_t read_ids_header(const StepPlan& plan, int peer, const std::byte* section, int64_t bytes, int64_t first_row,
                         std::vector<Run>* runs, std::vector<const std::byte*>* data);
 
-// Decodes a run's ids and checks that each lies in its table and belongs to this rank.
-void read_ids(const StepPlan& plan, int peer, int table, const std::byte* data, int64_t count, int64_t* ids);
+// Decodes a run's ids and checks that each lies in its table and is a row of `owner`.
+void read_ids(const StepPlan& plan, int peer, int owner, int table, const std::byte* data, int64_t count, int64_t* ids);
 
 }  // namespace shoal::step
