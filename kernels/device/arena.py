@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import torch
 
-from shoal.kernels.errors import CapacityError
+from shoal.kernels.errors import CapacityError, ConfigError
 from shoal.kernels.spec import ROW_DTYPE_BYTES, DataType, TableSpec
 
 _ROW_DTYPES = {DataType.FP32: torch.float32, DataType.FP16: torch.float16, DataType.BF16: torch.bfloat16}
@@ -28,11 +28,15 @@ class DeviceArena:
         device: a CUDA device, or the CPU when kernels run in Triton's interpreter.
         log2_chunk_rows: records per chunk, as a power of two.
         num_slots_max: limit; reserving beyond it raises CapacityError.
+
+    Raises ConfigError for a column block of a wider table.
     """
 
     def __init__(
         self, table: TableSpec, device: torch.device, *, log2_chunk_rows: int = 16, num_slots_max: int = 1 << 31
     ) -> None:
+        if table.columns is not None:
+            raise ConfigError(f"table {table.name!r}: column blocks are kept on the CPU only")
         self.dim = table.embedding_dim
         self.slot_width = table.optimizer.slot_width(self.dim)
         self.data_type = table.data_type

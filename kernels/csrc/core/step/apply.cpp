@@ -35,6 +35,7 @@ struct Merge {
   std::vector<uint32_t> ends;     // [rows] end of each row's contributions
   Buffer<uint32_t> contributions;  // sorted by row, stable
   std::vector<int64_t> first;     // [sources + 1] number of each source's first contribution
+  std::vector<int64_t> ids;       // [rows], if asked for
 };
 
 Updater::Updater(StepPlan* plan, const std::vector<Lookup*>& lookups, const int64_t* sources)
@@ -57,7 +58,8 @@ Updater::Updater(StepPlan* plan, const std::vector<Lookup*>& lookups, const int6
       for (int64_t r = lookup.incoming_.peer_start[p]; r < lookup.incoming_.peer_start[p + 1]; ++r) {
         const Run& run = lookup.incoming_.runs[r];
         sources_[run.table].push_back(
-            {&lookup, lookup.incoming_slots_.data() + run.start, run.count, order, sums, group});
+            {&lookup, lookup.incoming_slots_.data() + run.start, run.count, order, sums, group,
+             lookup.incoming_run_ids_[r]});
         if (p == plan->rank)
           order += run.count;
         else
@@ -104,7 +106,7 @@ void Updater::update_single(int t, const GradSource& source, const StepScalars& 
 namespace {
 
 // Numbers the distinct rows of `sources` in order of first contribution, and sorts the contributions by row.
-Merge& merge_rows(const std::vector<GradSource>& sources) {
+Merge& merge_rows(const std::vector<GradSource>& sources, bool with_ids) {
   static thread_local Merge merge;
   int64_t total = 0;
   std::vector<int64_t>& first = merge.first;
@@ -120,6 +122,7 @@ Merge& merge_rows(const std::vector<GradSource>& sources) {
   merge.row_of.grow(total);
   merge.contributions.grow(total);
   merge.slots.clear();
+  merge.ids.clear();
   merge.ends.clear();
   for (size_t s = 0; s < sources.size(); ++s) {
     for (int64_t i = 0; i < sources[s].count; ++i) {
@@ -128,6 +131,7 @@ Merge& merge_rows(const std::vector<GradSource>& sources) {
       while (merge.heads[place] && merge.slots[merge.heads[place] - 1] != slot) place = (place + 1) & (capacity - 1);
       if (!merge.heads[place]) {
         merge.slots.push_back(slot);
+        if (with_ids) merge.ids.push_back(sources[s].ids[i]);
         merge.ends.push_back(0);
         merge.heads[place] = static_cast<uint32_t>(merge.slots.size());
       }
@@ -194,7 +198,7 @@ void Updater::sum_merged(int t, const std::vector<GradSource>& sources, const Me
 
 void Updater::update_merged(int t, const std::vector<GradSource>& sources, const StepScalars& scalars) {
   const int dim = plan_->tables[t].dim;
-  const Merge& rows = merge_rows(sources);
+  const Merge& rows = merge_rows(sources, false);
   const int64_t num_rows = static_cast<int64_t>(rows.slots.size());
   sum_merged(t, sources, rows, [&](int thread, int64_t begin, int64_t end, auto&& gradient_of) {
     with_updater(*plan_->store, t, scalars, thread, [&](auto&& updater) {
@@ -207,28 +211,47 @@ void Updater::update_merged(int t, const std::vector<GradSource>& sources, const
 }
 
 void Updater::collect(int t, BlockGradients* out) {
+  const std::vector<GradSource>& sources = sources_[t];
   const Table& table = plan_->tables[t];
-  const Arena& arena = plan_->store->arena_of(t);
-  const Merge& rows = merge_rows(sources_[t]);
-  const size_t num_rows = rows.slots.size();
-  std::vector<uint32_t> block_of(num_rows);
-  std::vector<int64_t> place(num_rows);
+  const int dim = table.dim;
+  const bool is_single = sources.size() == 1;  // Then its rows are distinct.
+  const Merge& rows = merge_rows(is_single ? std::vector<GradSource>{} : sources, true);
+  const uint32_t* slots = is_single ? sources[0].slots : rows.slots.data();
+  const int64_t* ids = is_single ? sources[0].ids : rows.ids.data();
+  const int64_t num_rows = is_single ? sources[0].count : static_cast<int64_t>(rows.slots.size());
+  // A stable counting sort by row block.
+  std::vector<uint32_t> block_of(num_rows), place(num_rows);
   out->slots.resize(num_rows);
+  out->ids.resize(num_rows);
   out->block_starts.assign(table.owners.size() + 1, 0);
-  for (size_t row = 0; row < num_rows; ++row) {
-    block_of[row] = row_block(header(arena.record(rows.slots[row]))->id, table.log2_blocks);
+  for (int64_t row = 0; row < num_rows; ++row) {
+    block_of[row] = row_block(ids[row], table.log2_blocks);
     ++out->block_starts[block_of[row] + 1];
   }
   for (size_t block = 0; block < table.owners.size(); ++block) out->block_starts[block + 1] += out->block_starts[block];
   std::vector<int64_t> cursor(out->block_starts.begin(), out->block_starts.end() - 1);
-  for (size_t row = 0; row < num_rows; ++row) {
-    place[row] = cursor[block_of[row]]++;
-    out->slots[place[row]] = rows.slots[row];
+  for (int64_t row = 0; row < num_rows; ++row) {
+    place[row] = static_cast<uint32_t>(cursor[block_of[row]]++);
+    out->slots[place[row]] = slots[row];
+    out->ids[place[row]] = ids[row];
   }
-  float* gradients = out->gradients.grow(num_rows * table.dim);
-  sum_merged(t, sources_[t], rows, [&](int, int64_t begin, int64_t end, auto&& gradient_of) {
-    for (int64_t row = begin; row < end; ++row)
-      std::memcpy(gradients + place[row] * table.dim, gradient_of(row), table.dim * sizeof(float));
+  float* gradients = out->gradients.grow(num_rows * dim);
+  if (!is_single) {
+    sum_merged(t, sources, rows, [&](int, int64_t begin, int64_t end, auto&& gradient_of) {
+      for (int64_t row = begin; row < end; ++row)
+        std::memcpy(gradients + int64_t{place[row]} * dim, gradient_of(row), dim * sizeof(float));
+    });
+    return;
+  }
+  const GradSource& source = sources[0];
+  plan_->threads->run((num_rows + kRowsPerTask - 1) / kRowsPerTask, [&](int64_t task, int) {
+    const int64_t end = std::min(num_rows, (task + 1) * kRowsPerTask);
+    for (int64_t i = task * kRowsPerTask; i < end; ++i) {
+      float* sum = gradients + int64_t{place[i]} * dim;
+      if (source.order && i + kAhead < num_rows) source.lookup->prefetch_row_grad(t, source.order[i + kAhead]);
+      const float* gradient = source.order ? source.lookup->sum_row(t, source.order[i], sum) : source.sums + i * dim;
+      if (gradient != sum) std::memcpy(sum, gradient, dim * sizeof(float));
+    }
   });
 }
 

@@ -16,11 +16,13 @@ struct GradSource {
   const uint32_t* order;   // this rank's own rows: their unique numbers; null for another rank's
   const float* sums;       // another rank's: [count, dim]
   int group;               // sources of one group are summed before the groups are
+  const int64_t* ids;      // [count]
 };
 
 // The summed gradients of the rows of one table in a step, row block by row block, in order of first contribution.
 struct BlockGradients {
   std::vector<uint32_t> slots;         // [rows]
+  std::vector<int64_t> ids;            // [rows]
   std::vector<int64_t> block_starts;   // [row blocks + 1]
   Buffer<float> gradients;             // [rows, dim]
 };

@@ -103,7 +103,7 @@ void SharedStatistics::square(int t) {
   for (size_t block = 0; block < rows.block_hashes.size(); ++block) {
     uint64_t hash = 0;
     for (int64_t i = rows.sums.block_starts[block]; i < rows.sums.block_starts[block + 1]; ++i)
-      hash = fold(hash, static_cast<uint64_t>(header(arena.record(rows.sums.slots[i]))->id));
+      hash = fold(hash, static_cast<uint64_t>(rows.sums.ids[i]));
     rows.block_hashes[block] = hash;
   }
 }
