@@ -31,7 +31,6 @@ from shoal.platform.config import JobConfig
 from shoal.platform.placement import (
     DYNAMIC_ROWS_ESTIMATE,
     ROW_METADATA_BYTES,
-    ShardingType,
     TableLoad,
     plan_placement,
 )
@@ -202,10 +201,7 @@ def _report_at(
 ) -> PlanReport:
     """The plan with exactly ``num_workers`` workers (0: this process)."""
     world_size = max(1, num_workers)
-    sharding = {
-        spec.name: ShardingType(config.tables.of(spec.name).sharding_type or "row_wise")
-        for spec in specs
-    }
+    sharding = {spec.name: config.tables.of(spec.logical_name).placement for spec in specs}
     limit, reason = _limit(config, world_size, host_bytes)
     configured = config.scaling.memory_per_worker
     loads = plan_placement(specs, world_size, sharding=sharding, memory_bytes_per_worker=configured)

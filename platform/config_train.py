@@ -8,9 +8,10 @@ import typing
 from collections.abc import Iterator
 from typing import Literal
 
-from shoal.kernels.spec import DataType, OptimizerKind, OptimizerSpec, TableSpec, WeightDecayMode
+from shoal.kernels.column_blocks import column_widths, cut_columns
+from shoal.kernels.spec import DIM_MAX, DataType, OptimizerKind, OptimizerSpec, TableSpec, WeightDecayMode
 from shoal.platform.config_fields import Config, Problem, bounded
-from shoal.platform.placement import default_num_blocks
+from shoal.platform.placement import ShardingType, default_num_blocks
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -122,9 +123,17 @@ class TableConfig(Config):
     """Ids are 0 to num_embeddings - 1; 0: dynamic, any 64-bit id, rows appear as they are trained."""
     data_type: Literal["fp32", "fp16", "bf16"] | None = None
     """Type of stored weights; fp16 and bf16 round stochastically, optimizer state stays fp32."""
-    sharding_type: Literal["row_wise", "table_wise", "data_parallel"] | None = None
-    """``row_wise`` (default): row blocks spread over all workers; ``table_wise``: all on one worker; ``data_parallel``:
-    row_wise, and every worker keeps the values of all rows to read, as fp32: for small tables of fixed size."""
+    sharding_type: Literal["row_wise", "table_wise", "column_wise", "data_parallel"] | None = None
+    """``row_wise`` (default): row blocks spread over all workers; ``table_wise``: all on one worker; ``column_wise``:
+    each column block on one worker; ``data_parallel``: row_wise, and every worker keeps the values of all rows to read,
+    as fp32: for small tables of fixed size."""
+    column_blocks: int | None = bounded(None, low=1, high=DIM_MAX)
+    """Into how many parts the columns are cut, as even as multiples of 4 allow; each is placed on its own, by rows
+    where row_wise. By default 1; when column_wise, as many as parts of at least 128 columns give (TorchRec's rule)."""
+    optimizer_scope: Literal["table", "shard"] | None = None
+    """Row-wise optimizer state of a table that is cut into columns. ``table`` (default): one value per row, as of the
+    uncut table, for one small exchange more a step. ``shard``: one per column block, as in TorchRec: results then
+    depend on the cut and no longer equal those of the uncut table."""
     num_blocks: int | None = bounded(None, low=1, high=65_536)
     """Row blocks, a power of two: the units of placement and migration, fixed for the table's life. By default 1 when
     table_wise, else 64, or fewer for a small table."""
@@ -140,6 +149,8 @@ class TableConfig(Config):
             yield Problem("num_blocks", f"is {self.num_blocks}; it must be a power of two")
         if self.sharding_type == "data_parallel" and self.num_embeddings == 0:
             yield Problem("sharding_type", "is data_parallel, which needs a fixed number of rows: set num_embeddings")
+        if self.sharding_type == "data_parallel" and (self.column_blocks or 1) > 1:
+            yield Problem("column_blocks", f"is {self.column_blocks}; a data_parallel table is kept whole")
         if (self.init_min is None) != (self.init_max is None):
             yield Problem("init_min", "and init_max must be set together")
         elif self.init_min is not None and self.init_max is not None and not self.init_min <= self.init_max:
@@ -154,7 +165,21 @@ class TableConfig(Config):
 
     @property
     def is_table_wise(self) -> bool:
-        return self.sharding_type == "table_wise"
+        """Whether all rows, or those of a column block, are on one worker."""
+        return self.sharding_type in ("table_wise", "column_wise")
+
+    @property
+    def placement(self) -> ShardingType:
+        """What placement is to do with the table, or with each of its column blocks, which are tables to it."""
+        return ShardingType.TABLE_WISE if self.is_table_wise else ShardingType(self.sharding_type or "row_wise")
+
+    def cut(self, spec: TableSpec) -> tuple[TableSpec, ...]:
+        """The column blocks of a table of these settings; the table itself where it is not cut. Raises ConfigError
+        where it has fewer columns than blocks."""
+        if self.column_blocks is None and self.sharding_type != "column_wise":
+            return (spec,)
+        widths = column_widths(spec.embedding_dim, self.column_blocks, table=spec.name)
+        return cut_columns(spec, widths, has_own_statistic=self.optimizer_scope == "shard")
 
     def spec(
         self,

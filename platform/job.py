@@ -61,8 +61,8 @@ class TableMaker:
 
     config: JobConfig
 
-    def __call__(self, table: BaseEmbeddingConfig) -> TableSpec:
-        return self.config.table_spec(
+    def __call__(self, table: BaseEmbeddingConfig) -> tuple[TableSpec, ...]:
+        spec = self.config.table_spec(
             table.name,
             num_embeddings=table.num_embeddings,
             embedding_dim=table.embedding_dim,
@@ -71,6 +71,7 @@ class TableMaker:
             init_max=table.weight_init_max,
             seed=table_seed(self.config.train.seed, table.name),
         )
+        return self.config.tables.of(table.name).cut(spec)
 
 
 class JobLearningRates:
@@ -151,12 +152,12 @@ def open_source(config: JobConfig, paths: Sequence[str], *, is_training: bool) -
 
 @dataclasses.dataclass(frozen=True)
 class ShardingOf:
-    """How each table is cut over workers."""
+    """How each table, or column block of one, is spread over workers."""
 
     config: JobConfig
 
-    def __call__(self, table: str) -> ShardingType:
-        return ShardingType(self.config.tables.of(table).sharding_type or "row_wise")
+    def __call__(self, table: TableSpec) -> ShardingType:
+        return self.config.tables.of(table.logical_name).placement
 
 
 def checkpoint_directory(epoch: int, step: int) -> str:

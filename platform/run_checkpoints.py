@@ -129,12 +129,20 @@ class _Sharding(Mapping[str, ShardingType]):
 
     def __init__(self, checkpoints: RunCheckpoints) -> None:
         self._checkpoints = checkpoints
+        self._tables: Sequence[TableSpec] = ()
+        self._specs: dict[str, TableSpec] = {}
 
     def __getitem__(self, table: str) -> ShardingType:
-        return self._checkpoints.plan.sharding(table)
+        return self._checkpoints.plan.sharding(self._by_name()[table])
 
     def __iter__(self) -> Iterator[str]:
-        return (spec.name for spec in self._checkpoints.tables)
+        return iter(self._by_name())
 
     def __len__(self) -> int:
         return len(self._checkpoints.tables)
+
+    def _by_name(self) -> Mapping[str, TableSpec]:
+        if self._tables is not self._checkpoints.tables:
+            self._tables = self._checkpoints.tables
+            self._specs = {spec.name: spec for spec in self._tables}
+        return self._specs

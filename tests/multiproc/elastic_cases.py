@@ -34,7 +34,7 @@ from shoal.actors.worker_spec import ElasticSpec, WorkerSpec
 from shoal.kernels import faults
 from shoal.kernels.batch import Batch
 from shoal.kernels.faults import Fault, Fired, Schedule, read_fired
-from shoal.kernels.spec import OptimizerKind, OptimizerSpec
+from shoal.kernels.spec import OptimizerKind, OptimizerSpec, TableSpec
 from shoal.kernels.tables import EmbeddingBagConfig
 from shoal.platform.chaos import ChaosPlan, Promise, Provocation, next_provocation
 from shoal.platform.chaos_checks import TrainedState, check_events, check_fired, check_lineage, read_state
@@ -163,7 +163,7 @@ def nothing(*_: Any) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class RowWise:
-    def __call__(self, table: str) -> ShardingType:
+    def __call__(self, table: TableSpec) -> ShardingType:
         return ShardingType.ROW_WISE
 
 

@@ -161,6 +161,31 @@ def test_table_wise_table_is_one_block_unless_configured():
     assert job().table_spec("t", num_embeddings=3, embedding_dim=4).num_blocks == 1
 
 
+def test_column_blocks_follow_from_type_and_number():
+    def widths(dim: int = 256, **fields) -> list[int]:
+        config = job(tables=TablesConfig(overrides={"t": TableConfig(**fields)}))
+        spec = config.table_spec("t", num_embeddings=10**6, embedding_dim=dim)
+        return [block.embedding_dim for block in config.tables.of("t").cut(spec)]
+
+    assert (
+        widths() == widths(sharding_type="table_wise") == widths(sharding_type="column_wise", column_blocks=1) == [256]
+    )
+    assert widths(sharding_type="column_wise") == [128, 128]
+    assert widths(sharding_type="column_wise", dim=64) == [64]
+    assert widths(column_blocks=3) == [88, 84, 84]
+    with pytest.raises(ConfigError, match="'t': 9 column blocks of 8 columns"):
+        widths(column_blocks=9, dim=8)
+    with pytest.raises(ConfigError, match="data_parallel table is kept whole"):
+        TableConfig(sharding_type="data_parallel", num_embeddings=5, column_blocks=2).validate()
+
+
+def test_row_wise_state_of_column_blocks_is_the_tables_unless_asked():
+    for scope, is_shared in ((None, True), ("table", True), ("shard", False)):
+        table = TableConfig(column_blocks=2, optimizer_scope=scope)
+        spec = job().table_spec("t", num_embeddings=10, embedding_dim=8)
+        assert [block.shares_statistic for block in table.cut(spec)] == [is_shared] * 2
+
+
 def test_learning_rates_are_pure_functions_of_the_step():
     schedule = ScheduleConfig(kind="linear", warmup_steps=4, decay_steps=10, min_factor=0.1)
     config = job(train=TrainConfig(lr=1.0, schedule=schedule))
