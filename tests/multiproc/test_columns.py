@@ -56,3 +56,16 @@ def test_only_shared_row_wise_state_costs_a_collective(source, tmp_path):
     whole = per_step("adagrad", False)
     assert per_step("adagrad", True) == whole == per_step("rowwise_adagrad", False)
     assert per_step("rowwise_adagrad", True) == whole + 1
+
+
+@pytest.mark.parametrize("hosts", ["aab", "abab"])
+@pytest.mark.timeout(400)
+def test_hierarchical_exchange_of_column_blocks_equals_plain_torch(hosts, source, oracles, tmp_path):
+    """S7 over merged requests: owners on different hosts still agree on a row block's rows and their order."""
+    names = ["rowwise_adagrad", "adam"]
+    specs = [cut(parity.worker_spec(f"h{n}", source, OPTIMIZERS[n], tmp_path, checkpoint_at_end=False)) for n in names]
+    outcomes = worlds.run_world(len(hosts), specs, hosts=hosts, exchange="hierarchical", mirrored=("genre",))
+    for name, spec, outcome in zip(names, specs, outcomes):
+        assert outcome.errors == [None] * len(hosts), outcome.errors
+        whole = dataclasses.replace(outcome, rows=whole_rows(outcome.rows, blocks_of(spec)))
+        assert_close(whole, oracles[name], OPTIMIZERS[name])
