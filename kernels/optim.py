@@ -11,6 +11,8 @@ Legend: N rows, D width, S floats of optimizer state.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 
@@ -25,8 +27,8 @@ def initial_state(spec: OptimizerSpec, num_rows: int, embedding_dim: int) -> tor
     return torch.full((num_rows, spec.slot_width(embedding_dim)), first, dtype=torch.float32)
 
 
-def mean_square(gradients: torch.Tensor) -> torch.Tensor:
-    """mean(g * g) of each row in the written order: element i to lane i mod 8, lanes by a fixed tree. [N, D] -> [N, 1].
+def sum_squares(gradients: torch.Tensor) -> torch.Tensor:
+    """sum(g * g) of each row in the written order: element i to lane i mod 8, lanes by a fixed tree. [N, D] -> [N, 1].
 
     The order is part of the definition, so that every code path gives the same bits.
     """
@@ -36,8 +38,20 @@ def mean_square(gradients: torch.Tensor) -> torch.Tensor:
     for group in range(squares.shape[1]):
         lanes = lanes + squares[:, group]
     a = [lanes[:, i] for i in range(8)]
-    total = ((a[0] + a[4]) + (a[2] + a[6])) + ((a[1] + a[5]) + (a[3] + a[7]))
-    return (total / embedding_dim)[:, None]
+    return (((a[0] + a[4]) + (a[2] + a[6])) + ((a[1] + a[5]) + (a[3] + a[7])))[:, None]
+
+
+def mean_square(gradients: torch.Tensor) -> torch.Tensor:
+    """mean(g * g) of each row, from ``sum_squares``. [N, D] -> [N, 1]."""
+    return sum_squares(gradients) / gradients.shape[1]
+
+
+def shared_mean_square(gradients: Sequence[torch.Tensor]) -> torch.Tensor:
+    """mean(g * g) of rows cut into column blocks (PROTOCOLS S7): their sums are added in block order. -> [N, 1]."""
+    total = sum_squares(gradients[0])
+    for block in gradients[1:]:
+        total = total + sum_squares(block)
+    return total / sum(block.shape[1] for block in gradients)
 
 
 def square_root(values: torch.Tensor) -> torch.Tensor:
@@ -46,19 +60,27 @@ def square_root(values: torch.Tensor) -> torch.Tensor:
 
 
 def update_reference(
-    spec: OptimizerSpec, weights: torch.Tensor, state: torch.Tensor, gradients: torch.Tensor, *, step: int, lr: float
+    spec: OptimizerSpec,
+    weights: torch.Tensor,
+    state: torch.Tensor,
+    gradients: torch.Tensor,
+    *,
+    step: int,
+    lr: float,
+    mean: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """One update of N rows: (weights [N, D], state [N, S]) -> their new values; all float32.
 
-    ``gradients`` are the summed gradients of the rows in this step; ``step`` counts from 1 and is Adam's t. Constants
-    are rounded to float32 and operations are done in the order written here, without fused multiply-add; the native
-    update is bit-equal.
+    ``gradients`` are the summed gradients of the rows in this step; ``step`` counts from 1 and is Adam's t. ``mean``
+    [N, 1]: of a column block with row-wise state, ``shared_mean_square`` of all blocks' gradients, L2 decay included;
+    ``gradients`` then have had it too. Constants are rounded to float32 and operations are done in the order written
+    here, without fused multiply-add; the native update is bit-equal.
     """
     f32 = torch.float32
     rate, eps = torch.tensor(lr, dtype=f32), torch.tensor(spec.eps, dtype=f32)
     decay = torch.tensor(spec.weight_decay, dtype=f32)
     w, g, dim = weights, gradients, weights.shape[1]
-    if spec.weight_decay != 0 and spec.weight_decay_mode == WeightDecayMode.L2:
+    if spec.weight_decay != 0 and spec.weight_decay_mode == WeightDecayMode.L2 and mean is None:
         g = g + decay * w
     elif spec.weight_decay != 0 and spec.weight_decay_mode == WeightDecayMode.DECOUPLED:
         w = w - (rate * decay) * w
@@ -69,7 +91,7 @@ def update_reference(
             v = state + g * g
             return w - (rate * g) / (square_root(v) + eps), v
         case OptimizerKind.ROWWISE_ADAGRAD:
-            m = state + mean_square(g)
+            m = state + (mean_square(g) if mean is None else mean)
             return w - (rate / (square_root(m) + eps)) * g, m
         case _:
             beta1, beta2 = torch.tensor(spec.beta1, dtype=f32), torch.tensor(spec.beta2, dtype=f32)

@@ -9,16 +9,19 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from test_plan import World, make_tables, mixed_features, output_grads, quadratic_loss, random_batch, spread
+from test_plan import RankBatch, World, make_tables, mixed_features, output_grads, quadratic_loss, random_batch, spread
 
 from shoal.kernels.column_blocks import cut_columns
 from shoal.kernels.errors import ConfigError, ProtocolError
+from shoal.kernels.optim import initial_state, round_rows_reference, shared_mean_square, update_reference
 from shoal.kernels.plan import StepPlan
 from shoal.kernels.rowstore import RowStore
-from shoal.kernels.spec import DataType, FeatureSpec, IdPolicy, OptimizerKind, TableSpec, WeightDecayMode
+from shoal.kernels.spec import DataType, FeatureSpec, IdPolicy, OptimizerKind, OptimizerSpec, TableSpec, WeightDecayMode
 
 #: Of the two tables of these tests.
 WIDTHS = [(4, 3, 1), (12,), (5, 7)]
@@ -235,3 +238,103 @@ def test_sums_of_squares_of_other_rows_are_refused():
     with pytest.raises(ProtocolError, match="from rank 1 are about other rows"):
         world.plans[0].apply_shared(received[0], 1, np.ones(len(world.tables), dtype=np.float32))
     assert world.rows() == before
+
+
+def test_a_step_cut_off_before_its_statistics_is_rolled_back_and_done_again():
+    """F4: rows that ``apply`` has updated and rows that wait for their statistic go back to the same step."""
+    tables, features = three_tables(OptimizerKind.ADAGRAD)
+    optimizer = OptimizerSpec(kind=OptimizerKind.ROWWISE_ADAGRAD, lr=0.05)
+    tables[0] = dataclasses.replace(tables[0], optimizer=optimizer)
+    world = run(ColumnWorld(tables, features, WIDTHS, 2, 0), 3)
+    before = world.rows()
+    cuts = [plan.store.cut() for plan in world.plans]
+    batches = batches_of(np.random.default_rng(9), [4, 4])
+    results = []
+    for is_cut_off in (True, False):
+        lookups, outputs = world.forward(batches)
+        grads = [output_grads(outputs[r], lambda o, r=r: quadratic_loss(r, o)) for r in range(2)]
+        received, _keep = world.backward(lookups, grads)
+        (World if is_cut_off else ColumnWorld).apply(world, [(lookups, received)], 4)
+        results.append(world.rows())
+        if is_cut_off:
+            for plan, cut in zip(world.plans, cuts):
+                plan.store.rollback(cut, 3)
+            assert world.rows() == before
+    expected = run(ColumnWorld(tables, features, WIDTHS, 2, 1), 3)
+    expected.step(batches, 4, quadratic_loss)
+    assert results[0] != results[1] == expected.rows()
+
+
+@pytest.mark.parametrize("decay", list(WeightDecayMode))
+@pytest.mark.parametrize("data_type", [DataType.FP32, DataType.FP16, DataType.BF16])
+def test_one_shared_update_has_the_bits_of_its_reference(data_type, decay):
+    optimizer = OptimizerSpec(
+        kind=OptimizerKind.ROWWISE_ADAGRAD, weight_decay=0.0 if decay is WeightDecayMode.NONE else 0.2,
+        weight_decay_mode=decay, initial_accumulator=0.1,
+    )  # fmt: skip
+    widths = (9, 4, 20)
+    table = TableSpec(
+        name="t", num_embeddings=0, embedding_dim=33, num_blocks=4, init_min=-1, init_max=1,
+        data_type=data_type, optimizer=optimizer,
+    )  # fmt: skip
+    world = ColumnWorld([table], [FeatureSpec(name="f", table=0, collection=0)], [widths], 2, 0)
+    ids = torch.tensor([3, -1, 2**62, 17, 5])
+    ones = RankBatch(ids, torch.arange(6), torch.ones(5), 5)
+    none = RankBatch(ids[:0], torch.zeros(1, dtype=torch.int64), torch.ones(0), 0)
+    lookups, outputs = world.forward([ones, none])
+    before = outputs[0][0].split(widths, dim=1)
+    gradient = torch.randn(5, 33, generator=torch.Generator().manual_seed(0))
+    received, _keep = world.backward(lookups, [[gradient], [outputs[1][0]]])
+    world.apply([(lookups, received)], 1, lr=0.3)
+    parts = list(gradient.split(widths, dim=1))
+    if decay is WeightDecayMode.L2:
+        parts = [g + torch.tensor(0.2) * w for g, w in zip(parts, before)]
+    mean = shared_mean_square(parts)
+    rows = world.rows()
+    for t, (spec, w, g) in enumerate(zip(world.tables, before, parts)):
+        wide, state = update_reference(
+            optimizer, w, initial_state(optimizer, 5, len(w[0])), g, step=1, lr=0.3, mean=mean
+        )
+        stored = round_rows_reference(spec, ids, wide, step=1)
+        for i, row_id in enumerate(ids.tolist()):
+            assert rows[t, row_id][0] == stored[i].contiguous().view(torch.uint8).numpy().tobytes(), (t, row_id)
+            assert rows[t, row_id][1] == state[i].numpy().tobytes()
+
+
+@st.composite
+def partitions(draw, total: int) -> tuple[int, ...]:
+    widths: list[int] = []
+    while sum(widths) < total:
+        widths.append(draw(st.integers(1, total - sum(widths))))
+    return tuple(widths)
+
+
+@settings(deadline=None, max_examples=25)
+@given(st.data())
+def test_random_cuts_of_random_tables_equal_the_uncut_tables(data):
+    """Elementwise optimizers bit for bit, row-wise ones within 1e-5; any world size, placement and batch sizes."""
+    kind = data.draw(st.sampled_from(list(OptimizerKind)))
+    world = data.draw(st.integers(1, 4))
+    dims = data.draw(st.lists(st.integers(1, 20), min_size=2, max_size=3))
+    widths = [data.draw(partitions(dim)) for dim in dims]
+    tables = make_tables([kind] * len(dims), dims, [30, 0, 25][: len(dims)], blocks=data.draw(st.sampled_from([1, 4])))
+    tables = [
+        dataclasses.replace(t, optimizer=dataclasses.replace(t.optimizer, initial_accumulator=0.1)) for t in tables
+    ]
+    features = mixed_features(tables)
+    uncut = World(tables, features, spread(tables, world, 0), world)
+    cut = ColumnWorld(tables, features, widths, world, 1)
+    rng = np.random.default_rng(data.draw(st.integers(0, 2**32)))
+    for step in range(1, 4):
+        batches = [random_batch(features, tables, int(rng.integers(0, 3)), rng) for _ in range(world)]
+        for ours, theirs in zip(cut.step(batches, step, quadratic_loss), uncut.step(batches, step, quadratic_loss)):
+            for a, b in zip(ours, theirs):
+                torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+    if kind is not OptimizerKind.ROWWISE_ADAGRAD:
+        assert whole_rows(cut) == whole_rows(uncut)
+        return
+    ours, theirs = rowwise_state(cut), rowwise_state(uncut)
+    assert ours.keys() == theirs.keys()
+    for key, (weights, statistic) in theirs.items():
+        np.testing.assert_allclose(ours[key][0], weights, rtol=1e-5, atol=1e-6)
+        np.testing.assert_allclose(ours[key][1], statistic, rtol=1e-5)
