@@ -238,6 +238,7 @@ class StepPlan:
 
     def write_statistics(self, destinations: np.ndarray) -> None:
         """Write the sums of squares of this rank's columns of each updated row to the addresses, int64 [W]."""
+        assert self._statistics is not None
         self._statistics.write(destinations)
 
     def apply_shared(self, sources: np.ndarray, step: int, lrs: np.ndarray) -> None:
@@ -245,6 +246,7 @@ class StepPlan:
 
         Raises ProtocolError naming the rank, before any of these rows changes, for sums of other rows than its own.
         """
+        assert self._statistics is not None
         try:
             self._statistics.apply(sources, step, lrs)
         except _core.ProtocolViolation as error:
