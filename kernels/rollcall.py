@@ -42,7 +42,7 @@ class RollCall:
     Nobody else may use ``store``'s connection meanwhile: a store client serialises its callers.
     """
 
-    def __init__(self, store: Any, rank: int, world_size: int, *, wait_s: float = 0.5) -> None:
+    def __init__(self, store: Any, rank: int, world_size: int, *, wait_s: float = 0.2) -> None:
         self.rank, self.world_size = rank, world_size
         self._store, self._wait_s = store, wait_s
         self._signed = False

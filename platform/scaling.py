@@ -24,6 +24,8 @@ from shoal.platform.config import ScalingConfig
 from shoal.platform.config_failure import FailureConfig
 from shoal.platform.state_messages import Cause
 
+#: A worker is launched so long before the run may grow by it: about what a process takes to start.
+LAUNCH_LEAD_S = 5.0
 #: How long the first of several joiners waits for others that are being started, so that they come in one view change.
 SETTLE_S = 5.0
 
@@ -99,9 +101,13 @@ def worker_bounds(config: ScalingConfig, target: int | None) -> tuple[int, int]:
     return max(1, min(config.min_workers, target)), max(1, target)
 
 
-def decide_demand(snapshot: ScalingSnapshot, config: ScalingConfig, failure: FailureConfig) -> Demand:
-    """How many placement groups should be open: what is wanted less what is there. Drained workers are not there."""
-    _, wanted = worker_bounds(config, snapshot.target)
+def decide_demand(snapshot: ScalingSnapshot, now: float, config: ScalingConfig, failure: FailureConfig) -> Demand:
+    """How many placement groups should be open: what is wanted less what is there. Drained workers are not there.
+
+    For room that the run may not use yet nobody is launched: a process that starts takes CPU time from steps that are
+    done again after a loss.
+    """
+    least, wanted = worker_bounds(config, snapshot.target)
     staying = sum(member.worker_id not in snapshot.draining for member in snapshot.members)
     usable = [one.worker_id for one in snapshot.ready if one.worker_id not in snapshot.draining]
     hopeless = tuple(one.worker_id for one in snapshot.ready if one.worker_id in snapshot.draining)
@@ -113,8 +119,11 @@ def decide_demand(snapshot: ScalingSnapshot, config: ScalingConfig, failure: Fai
     excess = max(0, have - wanted)
     surplus = coming[:excess]
     surplus += idle[standby_wanted:]
+    unusable_s = config.elastic_resize_monitor_interval_s - LAUNCH_LEAD_S - (now - snapshot.last_change_s)
+    has_enough = snapshot.target is None and config.is_elastic and staying >= least and not snapshot.draining
+    is_early = has_enough and unusable_s > 0 and failure.loss_policy(is_elastic=True) == "shrink"
     return Demand(
-        num_open=max(0, wanted - have),
+        num_open=0 if is_early else max(0, wanted - have),
         num_open_standby=max(0, standby_wanted - len(idle)),
         cancel=(*hopeless, *surplus),
         reason=f"{wanted} wanted, {staying} at work, {len(usable)} ready, {len(coming) - len(usable)} to come",

@@ -621,7 +621,7 @@ class ControllerState:
         """Open as many placement groups as workers are wanted, and let go of those that are not."""
         if self._stop_reason is not None:
             return
-        demand = decide_demand(self._snapshot(), self.spec.scaling, self.spec.failure)
+        demand = decide_demand(self._snapshot(), self.now_s, self.spec.scaling, self.spec.failure)
         num_open = demand.num_open + demand.num_open_standby
         if num_open and self.now_s >= self._launch_retry_s:
             self._publish("launch", workers=num_open, reason=demand.reason)

@@ -76,7 +76,7 @@ class OurRun:
 
     @classmethod
     def start(cls, folder: Path, address: str, job: Any, *, num_workers: int) -> OurRun:
-        """Start ``job`` on the cluster and wait until ``num_workers`` train."""
+        """Start ``job`` on the cluster and wait until ``num_workers`` or more train."""
         marks = folder / "marks"
         marks.mkdir(parents=True)
         job = dataclasses.replace(job, scaling=dataclasses.replace(job.scaling, address=address))
@@ -88,7 +88,7 @@ class OurRun:
             )
         run = cls(process, folder, job)
         try:
-            run.wait(lambda m: m.world_size == num_workers, 120, f"step of {num_workers} workers")
+            run.wait(lambda m: m.world_size >= num_workers, 120, f"step of {num_workers} workers or more")
         except BaseException:
             process.kill()
             raise

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from shoal.platform.config import ScalingConfig
 from shoal.platform.config_failure import FailureConfig
 from shoal.platform.scaling import (
+    LAUNCH_LEAD_S,
     SETTLE_S,
     Demand,
     Placed,
@@ -47,7 +48,7 @@ def decide(snap: ScalingSnapshot, config: ScalingConfig = ELASTIC, **failure) ->
 
 
 def demand(snap: ScalingSnapshot, config: ScalingConfig = ELASTIC, **failure) -> Demand:
-    return decide_demand(snap, config, FailureConfig(**failure))
+    return decide_demand(snap, NOW, config, FailureConfig(**failure))
 
 
 # ---- demand -------------------------------------------------------------------------------------------------------
@@ -59,6 +60,17 @@ def test_every_wanted_worker_has_an_open_placement_group():
     assert demand(snapshot(starting=("s",))).num_open == 1
     assert demand(snapshot(), FIXED).num_open == 0
     assert demand(snapshot("a1"), FIXED).num_open == 1  # a lost worker is asked for again
+
+
+def test_nobody_is_launched_for_room_that_may_not_be_used_yet():
+    after_loss = {"last_change_s": NOW - INTERVAL_S + LAUNCH_LEAD_S + 0.1}
+    assert demand(snapshot(**after_loss)).num_open == 0
+    assert demand(snapshot(last_change_s=NOW - INTERVAL_S + LAUNCH_LEAD_S)).num_open == 2
+    assert demand(snapshot("a1", **after_loss)).num_open == 3  # below min
+    assert demand(snapshot(target=3, **after_loss)).num_open == 1
+    assert demand(snapshot(**after_loss), on_loss="replace").num_open == 2
+    assert demand(snapshot("a1", **after_loss), FIXED).num_open == 1
+    assert demand(snapshot(draining={"b1": NOW + 30}, **after_loss)).num_open == 3
 
 
 def test_draining_workers_are_replaced_and_draining_joiners_let_go():
@@ -231,7 +243,7 @@ class World:
     def tick(self) -> None:
         self.now += 1.0
         snap = self.snap
-        wish = decide_demand(snap, self.config, self.failure)
+        wish = decide_demand(snap, self.now, self.config, self.failure)
         keep = lambda workers: tuple(w for w in workers if w not in wish.cancel)  # noqa: E731
         names = [f"{'abc'[(self.started + i) % 3]}{self.started + i}" for i in range(wish.num_open)]
         self.started += wish.num_open
