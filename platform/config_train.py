@@ -123,20 +123,34 @@ class TableConfig(Config):
     """Ids are 0 to num_embeddings - 1; 0: dynamic, any 64-bit id, rows appear as they are trained."""
     data_type: Literal["fp32", "fp16", "bf16"] | None = None
     """Type of stored weights; fp16 and bf16 round stochastically, optimizer state stays fp32."""
-    sharding_type: Literal["row_wise", "table_wise", "column_wise", "data_parallel"] | None = None
+    sharding_type: (
+        Literal[
+            "row_wise",
+            "table_wise",
+            "column_wise",
+            "table_row_wise",
+            "table_column_wise",
+            "grid_shard",
+            "data_parallel",
+        ]
+        | None
+    ) = None
     """``row_wise`` (default): row blocks spread over all workers; ``table_wise``: all on one worker; ``column_wise``:
-    each column block on one worker; ``data_parallel``: row_wise, and every worker keeps the values of all rows to read,
-    as fp32: for small tables of fixed size."""
+    each column block on one worker; ``table_row_wise``: row blocks spread over the workers of one host;
+    ``table_column_wise``: each column block on one worker, all on one host; ``grid_shard``: each column block spread by
+    rows over the workers of one host, a host each; ``data_parallel``: row_wise, and every worker keeps the values of
+    all rows to read, as fp32: for small tables of fixed size."""
     column_blocks: int | None = bounded(None, low=1, high=DIM_MAX)
     """Into how many parts the columns are cut, as even as multiples of 4 allow; each is placed on its own, by rows
-    where row_wise. By default 1; when column_wise, as many as parts of at least 128 columns give (TorchRec's rule)."""
+    where row_wise. By default 1; when column_wise, table_column_wise or grid_shard, as many as parts of at least 128
+    columns give (TorchRec's rule)."""
     optimizer_scope: Literal["table", "shard"] | None = None
     """Row-wise optimizer state of a table that is cut into columns. ``table`` (default): one value per row, as of the
     uncut table, for one small exchange more a step. ``shard``: one per column block, as in TorchRec: results then
     depend on the cut and no longer equal those of the uncut table."""
     num_blocks: int | None = bounded(None, low=1, high=65_536)
-    """Row blocks, a power of two: the units of placement and migration, fixed for the table's life. By default 1 when
-    table_wise, else 64, or fewer for a small table."""
+    """Row blocks, a power of two: the units of placement and migration, fixed for the table's life. By default 1 where
+    they are all on one worker, else 64, or fewer for a small table."""
     init_min: float | None = None
     """Lower end of the uniform initial weights; by default -sqrt(1 / num_embeddings)."""
     init_max: float | None = None
@@ -166,17 +180,17 @@ class TableConfig(Config):
     @property
     def is_table_wise(self) -> bool:
         """Whether all rows, or those of a column block, are on one worker."""
-        return self.sharding_type in ("table_wise", "column_wise")
+        return self.placement.is_whole
 
     @property
     def placement(self) -> ShardingType:
         """What placement is to do with the table, or with each of its column blocks, which are tables to it."""
-        return ShardingType.TABLE_WISE if self.is_table_wise else ShardingType(self.sharding_type or "row_wise")
+        return ShardingType(self.sharding_type or "row_wise")
 
     def cut(self, spec: TableSpec) -> tuple[TableSpec, ...]:
         """The column blocks of a table of these settings; the table itself where it is not cut. Raises ConfigError
         where it has fewer columns than blocks."""
-        if self.column_blocks is None and self.sharding_type != "column_wise":
+        if self.column_blocks is None and not self.placement.cuts_columns:
             return (spec,)
         widths = column_widths(spec.embedding_dim, self.column_blocks, table=spec.name)
         return cut_columns(spec, widths, has_own_statistic=self.optimizer_scope == "shard")

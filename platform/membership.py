@@ -13,6 +13,7 @@ Invariants, asserted by number in the test:
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
@@ -21,6 +22,7 @@ from shoal.kernels.errors import PlanError
 from shoal.kernels.spec import TableSpec
 from shoal.platform.buddies import plan_buddies
 from shoal.platform.placement import LEVEL_TOLERANCE, ShardingType, plan_placement, replan_placement, table_bytes
+from shoal.platform.sharding import sharding_of
 
 
 class Candidate(Protocol):
@@ -54,6 +56,8 @@ class ViewSpec:
     store_host: str = ""
     store_port: int = 0
     sharding: Mapping[str, ShardingType] = dataclasses.field(default_factory=dict)
+    #: What is evened out over workers, by table name, in any unit; the table's bytes where it has no entry.
+    loads: Mapping[str, float] = dataclasses.field(default_factory=dict)
     #: Limit on a worker's table bytes, copies for others included; None: not checked.
     memory_bytes_per_worker: int | None = None
     #: Whether every rank has a buddy that holds copies of its blocks.
@@ -113,11 +117,17 @@ def plan_view(
     """
     ranks = _assign_ranks(base, members, replaced or {})
     world_size = len(ranks.members)
+    hosts = [member.host for member in ranks.members]
     if base is None:
-        loads = plan_placement(
-            tables, world_size, sharding=spec.sharding, memory_bytes_per_worker=spec.memory_bytes_per_worker
+        placed = plan_placement(
+            tables,
+            world_size,
+            sharding=spec.sharding,
+            hosts=hosts,
+            loads=spec.loads,
+            memory_bytes_per_worker=spec.memory_bytes_per_worker,
         )
-        placement = {load.table: load.owners for load in loads}
+        placement = {table.table: table.owners for table in placed}
     else:
         placement = replan_placement(
             tables,
@@ -125,6 +135,8 @@ def plan_view(
             _renumber(base, ranks, lambda owner: owner),
             copies=_renumber(base, ranks, base.buddy),
             sharding=spec.sharding,
+            hosts=hosts,
+            loads=spec.loads,
             memory_bytes_per_worker=spec.memory_bytes_per_worker,
         )
     view = _view(base, epoch, ranks, placement, spec)
@@ -182,32 +194,44 @@ def failover_view(
 def needs_rebalance(view: View, tables: Sequence[TableSpec], spec: ViewSpec) -> str | None:
     """Why a planned view change with the same members would even things out; None where there is too little to gain.
 
-    Bytes count, not the number of blocks: the fullest worker has to lose LEVEL_TOLERANCE of the mean. So a placement
-    that somebody asked for is left alone unless it is lopsided. A buddy that should be another is always a reason.
+    Loads count (bytes, unless told otherwise), not the number of blocks: the fullest worker has to lose LEVEL_TOLERANCE
+    of the mean. So a placement that somebody asked for is left alone unless it is lopsided. A buddy that should be
+    another, and a table that is off its host, are always a reason.
     """
     try:
         plan = plan_view(view, view.epoch + 1, view.members, tables, spec).view
     except PlanError:
         return None
-    before, after = max(_loads(view, tables)), max(_loads(plan, tables))
-    mean = sum(_loads(view, tables)) / view.world_size
+    loads = _loads(view, tables, spec.loads)
+    before, after = max(loads), max(_loads(plan, tables, spec.loads))
+    mean = sum(loads) / view.world_size
     if before - after > LEVEL_TOLERANCE * mean:
         return (
-            f"the fullest worker holds {before / mean:.2f} times the mean bytes of tables, {after / mean:.2f} would do"
+            f"the fullest worker holds {before / mean:.2f} times the mean {'load' if spec.loads else 'bytes'} of "
+            f"tables, {after / mean:.2f} would do"
         )
+    astray = [table.name for table in tables if _is_astray(table, view, spec) and not _is_astray(table, plan, spec)]
+    if astray:
+        return f"{len(astray)} tables belong on one host each, {astray[0]!r} the first of them"
     if plan.buddies != view.buddies:
         num_other = sum(a != b for a, b in zip(plan.buddies, view.buddies or (-1,) * view.world_size))
         return f"copies of {num_other or view.world_size} workers belong elsewhere"
     return None
 
 
-def _loads(view: View, tables: Sequence[TableSpec]) -> list[int]:
-    """Bytes of tables that every rank owns, with every id touched."""
-    owned = [0] * view.world_size
+def _is_astray(table: TableSpec, view: View, spec: ViewSpec) -> bool:
+    """Whether a table that is to stay on one host is on several."""
+    is_bound = sharding_of(table, spec.sharding).is_host_bound
+    return is_bound and len({view.hosts[rank] for rank in view.placement[table.name]}) > 1
+
+
+def _loads(view: View, tables: Sequence[TableSpec], loads: Mapping[str, float]) -> list[float]:
+    """Load of tables that every rank owns: bytes, with every id touched, where ``loads`` has no entry."""
+    owned = [0.0] * view.world_size
     for table in tables:
-        block_bytes = table_bytes(table) // table.num_blocks
+        block_load = loads.get(table.name, table_bytes(table)) / table.num_blocks
         for rank in view.placement[table.name]:
-            owned[rank] += block_bytes
+            owned[rank] += block_load
     return owned
 
 
@@ -317,7 +341,7 @@ def _check_memory(view: View, tables: Sequence[TableSpec], spec: ViewSpec) -> No
     limit = spec.memory_bytes_per_worker
     if limit is None:
         return
-    owned = _loads(view, tables)
+    owned = [math.floor(size) for size in _loads(view, tables, {})]
     for rank in range(view.world_size):
         copies = sum(owned[ward] for ward, buddy in enumerate(view.buddies) if buddy == rank)
         if owned[rank] + copies > limit:

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shoal.actors.messages import BlockSet, View
+from shoal.kernels.column_blocks import cut_columns
 from shoal.kernels.errors import PlanError
 from shoal.kernels.spec import TableSpec
 from shoal.platform.membership import NewMember, ViewSpec, count_moves, failover_view, needs_rebalance, plan_view
@@ -55,12 +56,20 @@ def check_view(view: View, wanted: list[NewMember], tables: list[TableSpec], spe
 
 
 def check_counts(view: View, tables: list[TableSpec], sharding: dict[str, ShardingType]) -> None:
+    hosts_of = {}
     for table in tables:
+        kind = sharding.get(table.name, ShardingType.ROW_WISE)
         counts = Counter(view.placement[table.name])
-        if sharding.get(table.name) is ShardingType.TABLE_WISE:
+        hosts = {view.hosts[rank] for rank in counts}
+        if kind.is_host_bound:
+            assert len(hosts) == 1  # 3
+            if kind is not ShardingType.GRID_SHARD:
+                assert hosts_of.setdefault(table.logical_name, hosts) == hosts  # 3
+        if kind.is_whole:
             assert len(counts) == 1  # 3
         else:
-            every = [counts[rank] for rank in range(view.world_size)]
+            ranks = [r for r in range(view.world_size) if not kind.is_host_bound or view.hosts[r] in hosts]
+            every = [counts[rank] for rank in ranks]
             assert max(every) - min(every) <= 1  # 3
 
 
@@ -84,12 +93,15 @@ def changes(draw):
 @given(
     worlds=changes(),
     sizes=st.lists(st.sampled_from([0, 1, 300, 600, 5000, 100_000, 10**6]), min_size=1, max_size=5),
-    table_wise=st.sets(st.integers(0, 4)),
+    kinds=st.lists(st.sampled_from(ShardingType), min_size=5, max_size=5),
     replicate=st.booleans(),
 )
-def test_any_sequence_of_planned_changes_keeps_the_invariants(worlds, sizes, table_wise, replicate):
-    tables = tables_of(*sizes)
-    sharding = {f"t{i}": ShardingType.TABLE_WISE for i in table_wise if i < len(sizes)}
+def test_any_sequence_of_planned_changes_keeps_the_invariants(worlds, sizes, kinds, replicate):
+    tables, sharding = [], {}
+    for spec, kind in zip(tables_of(*sizes), kinds):
+        blocks = cut_columns(spec, [4, 4]) if kind.cuts_columns else [spec]
+        tables += blocks
+        sharding |= {block.name: kind for block in blocks}
     spec = dataclasses.replace(SPEC, replicate=replicate, sharding=sharding)
     view = None
     for epoch, world in enumerate(worlds):
@@ -191,6 +203,28 @@ def test_memory_limit_makes_room_where_staying_would_not_fit():
     piled = dataclasses.replace(piled.view, placement={"t0": (0,) * 2, "t1": (0,) * 2})
     spread = plan_view(piled, 1, members("a@A", "b@B"), tables, spec).view
     assert {spread.placement["t0"][0], spread.placement["t1"][0]} == {0, 1}
+
+
+def test_a_table_that_recovery_took_off_its_host_is_a_reason_to_rebalance():
+    tables = tables_of(1000)
+    spec = dataclasses.replace(SPEC, sharding={"t0": ShardingType.TABLE_ROW_WISE})
+    world = members("a@A", "b@A", "c@B", "d@B")
+    view = plan_view(None, 0, world, tables, spec).view
+    assert needs_rebalance(view, tables, spec) is None
+    astray = dataclasses.replace(view, placement={"t0": (0, 2)})
+    assert needs_rebalance(astray, tables, spec) == "1 tables belong on one host each, 't0' the first of them"
+    after = plan_view(astray, 1, world, tables, spec).view
+    assert {after.hosts[rank] for rank in after.placement["t0"]} == {"A"}
+
+
+def test_loads_are_evened_out_instead_of_bytes_where_they_are_known():
+    tables = tables_of(1000, 1000, 1000, 1000)
+    kinds = {f"t{i}": ShardingType.TABLE_WISE for i in range(4)}
+    spec = dataclasses.replace(SPEC, sharding=kinds, loads={"t0": 3.0, "t1": 1.0, "t2": 1.0, "t3": 1.0})
+    view = plan_view(None, 0, members("a@A", "b@B"), tables, spec).view
+    busy = view.placement["t0"][0]
+    assert [view.placement[f"t{i}"][0] for i in (1, 2, 3)] == [1 - busy] * 3
+    assert needs_rebalance(view, tables, spec) is None
 
 
 # ---- after a loss -------------------------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from shoal.kernels.column_blocks import cut_columns
 from shoal.kernels.errors import PlanError
 from shoal.kernels.spec import TableSpec
 from shoal.platform.placement import ShardingType, default_num_blocks, plan_placement, table_bytes
@@ -48,3 +49,39 @@ def test_impossible_plan_names_table_and_bytes():
 
 def test_small_tables_get_few_blocks_and_dynamic_ones_many():
     assert default_num_blocks(0) == 64 and default_num_blocks(1) == 1 and default_num_blocks(10**9) == 64
+
+
+HOSTS = ["a", "a", "a", "b", "c", "c"]
+
+
+def test_column_blocks_of_a_grid_are_on_hosts_of_their_own():
+    blocks = cut_columns(TableSpec(name="t", num_embeddings=10**6, embedding_dim=12, num_blocks=64), [4, 4, 4])
+    kinds = {block.name: ShardingType.GRID_SHARD for block in blocks}
+    plan = plan_placement(blocks, len(HOSTS), sharding=kinds, hosts=HOSTS)
+    hosts = [{HOSTS[rank] for rank in table.owners} for table in plan]
+    assert sorted(map(sorted, hosts)) == [["a"], ["b"], ["c"]]
+    assert all(len(set(table.owners)) == HOSTS.count(min(host)) for table, host in zip(plan, hosts))
+
+
+def test_column_blocks_of_table_column_wise_share_a_host_with_room_for_all_of_them():
+    spec = TableSpec(name="t", num_embeddings=1000, embedding_dim=12)
+    blocks = cut_columns(spec, [4, 4, 4])
+    kinds = {block.name: ShardingType.TABLE_COLUMN_WISE for block in blocks}
+    limit = table_bytes(blocks[0])
+    plan = plan_placement(
+        blocks, 6, sharding=kinds, hosts=["c", "c", "b", "a", "a", "a"], memory_bytes_per_worker=limit
+    )
+    assert sorted(table.owners for table in plan) == [(3,), (4,), (5,)]  # invariants 3 and 4
+    with pytest.raises(PlanError, match="does not fit"):
+        plan_placement(blocks, 2, sharding=kinds, hosts=["a", "b"], memory_bytes_per_worker=2 * limit)
+
+
+def test_levelling_by_load_leaves_nobody_with_more_bytes_than_the_limit():
+    tables = _tables([100, 1000, 1000, 100])
+    kinds = {f"t{i}": ShardingType.TABLE_WISE for i in range(4)}
+    loads = {"t0": 50.0, "t1": 1.0, "t2": 1.0, "t3": 40.0}
+    limit = table_bytes(tables[1]) + table_bytes(tables[0])
+    plan = plan_placement(tables, 2, sharding=kinds, loads=loads, memory_bytes_per_worker=limit)
+    assert plan[1].owners[0] != plan[2].owners[0] and plan[0].owners[0] != plan[3].owners[0]
+    used = [sum(table.bytes_per_worker[rank] for table in plan) for rank in range(2)]
+    assert max(used) <= limit  # invariant 4
