@@ -8,9 +8,11 @@ can be moved to any step and any slice at any time.
 from __future__ import annotations
 
 import dataclasses
+import logging
+import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -27,6 +29,8 @@ if TYPE_CHECKING:
     from shoal.kernels.batch import Batch
     from shoal.kernels.schema import Schema
 
+logger = logging.getLogger(__name__)
+
 #: Fetches arranged tables that hold the given lanes of a window and have no position in common.
 FetchWindow = Callable[[WindowLike, tuple[int, ...]], "Sequence[pa.Table]"]
 
@@ -34,8 +38,13 @@ FetchWindow = Callable[[WindowLike, tuple[int, ...]], "Sequence[pa.Table]"]
 _Arranged = tuple[np.ndarray, ArrowTable]
 
 
-#: Blocks that are not here after this long are made anew, after twice as long the next time. Seconds.
-PULL_PATIENCE_S = 1.0
+#: A window is read in the worker's own process when the feeder has not answered for this long (it answers once a second
+#: that it is still at work), or its blocks have not come for this long. Seconds.
+PATIENCE_S = 5.0
+#: The same after a loss: Ray goes on asking a lost node for blocks until it notices. Seconds.
+WARY_PATIENCE_S = 0.3
+#: How long after a loss that is to be expected: Ray 2.60 takes 14 s to notice a lost node. Seconds.
+WARY_S = 20.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,7 +98,8 @@ class Slicer:
         self._fetch = fetch
         self._by_lane = by_lane
         self._stop_step = stop_step
-        self._pool = ThreadPoolExecutor(max_workers=2, thread_name_prefix="shoal-window")
+        # Two fetches at a time, and two that wait for what nobody wants any more after a rewind.
+        self._pool = ThreadPoolExecutor(max_workers=4, thread_name_prefix="shoal-window")
         self._windows: dict[tuple[Any, ...], Future[list[_Arranged]]] = {}
         self.assignment = assignment
         self.waiting_for = "nothing yet"
@@ -103,7 +113,7 @@ class Slicer:
         pieces: list[tuple[np.ndarray, TablePart]] = []
         for window, arranged in fetched:
             self.waiting_for = f"waiting for window {window.index} of epoch {window.epoch}"
-            for positions, table in arranged.result():
+            for positions, table in self._result(arranged, mine):
                 first, last = np.searchsorted(positions, [start, stop]).tolist()
                 if first < last:
                     pieces.append((positions[first:last], TablePart(table, first, last)))
@@ -117,6 +127,13 @@ class Slicer:
         except RowError as error:
             position = int(np.concatenate([positions for positions, _ in pieces])[error.row])
             raise error.located(*self._order.origin(whole.epoch, position)) from None
+
+    def _result(self, arranged: Future[list[_Arranged]], mine: Assignment) -> list[_Arranged]:
+        """A fetched window. Given up once the slice is another, or the same anew: nobody wants this batch then."""
+        while not wait([arranged], timeout=0.05).done:
+            if self.assignment is not mine:  # the prefetcher has moved on, or does so next: it drops this
+                raise ClusterError("the feed was moved while it waited")
+        return arranged.result()
 
     def close(self) -> None:
         """Drop the windows and stop fetching."""
@@ -257,14 +274,18 @@ class LocalFeed(_PrefetchingFeed):
 
 
 class RayFeed(_PrefetchingFeed):
-    """Batches from the blocks of the Feeder actor: one call a window, none a step."""
+    """Batches from the blocks of the Feeder actor: one call a window, none a step.
+
+    A window is a pure function of its number, so where the feeder or a block is out of reach it is read here: with a
+    node, Ray loses blocks, and the way to others, for as long as it takes to notice (measured: 7-14 s a window).
+    """
 
     def __init__(
         self,
         feeder: Any,
+        dataset: Dataset,
         order: DataOrder,
         schema: Schema,
-        arrow_schema: pa.Schema,
         *,
         assignment: Assignment | None = None,
         start_step: int = 0,
@@ -272,15 +293,21 @@ class RayFeed(_PrefetchingFeed):
         prefetch_batches: int = 4,
         timeout_s: float = 120.0,
     ) -> None:
-        """``feeder``: the actor handle of a ``shoal.platform.feeder.Feeder``; ``arrow_schema``: the data set's."""
+        """``feeder``: the actor handle of a ``shoal.platform.feeder.Feeder`` of the same data set and order."""
         self._feeder = feeder
         self._timeout_s = timeout_s
+        self._reader = WindowReader(dataset, order)
+        self._reader_lock = threading.Lock()
+        #: Monotonic time until which blocks may be out of reach. A joiner may replace a lost worker.
+        self._wary_until = time.monotonic() + WARY_S if start_step > 0 else float("-inf")
+        #: Windows read in this process.
+        self.num_read_here = 0
         #: The oldest step this rank may have to go back to; None: the one it takes next. Blocks before it are freed.
         self._keep_from_step: int | None = None
         slicer = Slicer(
             order,
             schema,
-            arrow_schema,
+            dataset.arrow_schema,
             self._fetch,
             by_lane=True,
             assignment=assignment or Assignment(),
@@ -295,46 +322,54 @@ class RayFeed(_PrefetchingFeed):
             source="blocks from the feeder actor",
         )
 
+    def reassign(self, assignment: Assignment, step: int) -> None:
+        """As ``_PrefetchingFeed.reassign``; a rewind is the sign of a loss, after which little is waited for."""
+        if step < self._next_step:
+            self._wary_until = time.monotonic() + WARY_S
+        super().reassign(assignment, step)
+
     def keep_from(self, step: int) -> None:
         """Tells the feeder, with the next request, which windows a recovery may need again (D3)."""
         self._keep_from_step = step
 
-    def _fetch(self, window: WindowLike, lanes: tuple[int, ...]) -> list[pa.Table]:
-        """The blocks of a window, asked for until they are there or the deadline passes; lost ones are rebuilt."""
+    def _fetch(self, window: WindowLike, lanes: tuple[int, ...]) -> Sequence[pa.Table]:
+        """The blocks of a window, asked for as long as the feeder is at work on them, or else the whole window."""
         import ray
         from ray.exceptions import ActorUnavailableError, GetTimeoutError, ObjectLostError, RayActorError, RayTaskError
 
         deadline = time.monotonic() + self._timeout_s
-        version: int | None = None
-        lost_version: int | None = None
-        patience_s = PULL_PATIENCE_S
         while (left_s := deadline - time.monotonic()) > 0:
+            is_wary = time.monotonic() < self._wary_until
             try:
-                reply = ray.get(self._ask(window, lanes, lost_version), timeout=left_s)
-                if reply is None:
+                patience_s = WARY_PATIENCE_S if is_wary else PATIENCE_S
+                blocks = ray.get(self._ask(window, lanes, is_wary), timeout=min(patience_s, left_s))
+                if blocks is not None:
+                    return ray.get(blocks, timeout=patience_s)
+                if not is_wary:
                     continue
-                version, refs = reply
-                return ray.get(refs, timeout=max(0.1, min(patience_s, deadline - time.monotonic())))
-            except ObjectLostError:
-                lost_version = version
-            except ActorUnavailableError:
-                time.sleep(0.2)  # The feeder restarts; it rebuilds what it has lost.
+            except (ObjectLostError, GetTimeoutError, ActorUnavailableError) as error:
+                if not is_wary:  # else a slow network would have it last for ever
+                    self._wary_until = time.monotonic() + WARY_S
+                logger.info("epoch=%d window=%d read=here cause=%s", window.epoch, window.index, type(error).__name__)
             except RayActorError as error:
                 raise ClusterError(f"the feeder actor died: {' '.join(str(error).split())[:300]}") from error
-            except GetTimeoutError:
-                # Ray asks a lost node for its copy of a block, and asks elsewhere only after 10 s (2.60).
-                lost_version, patience_s = version, 2 * patience_s
             except RayTaskError as error:
                 # Ray's text has the feeder's whole traceback in front of the file and row that our own error names.
                 if isinstance(error.cause, ShoalError):
                     raise error.cause from error
                 raise
+            return self._read_here(window)
         raise ExchangeTimeoutError(
             f"the feeder did not deliver lanes {list(lanes)} of window {window.index}, epoch {window.epoch}, within "
             f"{self._timeout_s:g} s"
         )
 
-    def _ask(self, window: WindowLike, lanes: tuple[int, ...], lost_version: int | None) -> Any:
+    def _read_here(self, window: WindowLike) -> list[pa.Table]:
+        with self._reader_lock:
+            self.num_read_here += 1
+            return [self._reader.read(window)]
+
+    def _ask(self, window: WindowLike, lanes: tuple[int, ...], is_wary: bool) -> Any:
         mine = self._slicer.assignment
         return self._feeder.get_blocks.remote(
             window.epoch,
@@ -343,5 +378,5 @@ class RayFeed(_PrefetchingFeed):
             rank=mine.rank,
             world_size=mine.world_size,
             keep_from_step=self._next_step if self._keep_from_step is None else self._keep_from_step,
-            lost_version=lost_version,
+            wait_s=WARY_PATIENCE_S / 2 if is_wary else 1.0,
         )

@@ -114,9 +114,9 @@ class RayFeedMaker:
         source = self.source
         return RayFeed(
             feeder,
+            source.dataset,
             source.order,
             source.schema,
-            source.dataset.arrow_schema,
             assignment=Assignment(seat.rank, seat.world_size, None if seat.world_size == 1 else seat.shares),
             start_step=seat.start_step,
             stop_step=source.num_steps,

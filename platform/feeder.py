@@ -56,7 +56,6 @@ class _Blocks:
 
     refs: list[ray.ObjectRef]
     num_bytes: int
-    version: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,8 +90,6 @@ class Feeder:
         self._error: BaseException | None = None
         self._is_closed = False
         self._generation = 0
-        # Above those of a feeder that died, whose blocks some rank may still report as lost.
-        self._versions = time.time_ns()
         self._num_made = 0
         self._num_read_here = 0
         self._is_warm = False
@@ -116,12 +113,10 @@ class Feeder:
         world_size: int,
         keep_from_step: int,
         wait_s: float = 1.0,
-        lost_version: int | None = None,
-    ) -> tuple[int, list[ray.ObjectRef]] | None:
-        """(version, one block per lane), or None if the window is not ready within ``wait_s``: ask again.
+    ) -> list[ray.ObjectRef] | None:
+        """One block per lane, or None if the window is not ready within ``wait_s``: ask again.
 
-        ``keep_from_step``: the oldest step this rank may still go back to. ``lost_version``: the version whose blocks
-        could not be had; the window is read again, once for all who lost it. Raises what the producer raised.
+        ``keep_from_step``: the oldest step this rank may still go back to. Raises what the producer raised.
         """
         key = (epoch, window)
         began_s = time.monotonic()
@@ -129,12 +124,9 @@ class Feeder:
         with self._changed:
             self._report(rank, world_size, keep_from_step, key)
             faults.reach("feeder.window")
-            blocks = self._blocks.get(key)
-            if blocks is not None and lost_version is not None and blocks.version <= lost_version:
-                del self._blocks[key]
             if not lanes:
-                return 0, []
-            is_past = key < _key(self._cursor) or (lost_version is not None and key not in self._blocks)
+                return []
+            is_past = key < _key(self._cursor)
             if key not in self._blocks and self._error is None:
                 # A feeder that Ray has restarted begins at the run's first step, its ranks are far beyond it.
                 is_far = not is_past and self._distance(key) > self._options.prefetch_windows + 4
@@ -218,9 +210,8 @@ class Feeder:
     def _bytes(self) -> int:
         return sum(blocks.num_bytes for blocks in self._blocks.values())
 
-    def _hand_out(self, key: Key, lanes: Sequence[int]) -> tuple[int, list[ray.ObjectRef]]:
-        blocks = self._blocks[key]
-        return blocks.version, [blocks.refs[lane] for lane in lanes]
+    def _hand_out(self, key: Key, lanes: Sequence[int]) -> list[ray.ObjectRef]:
+        return [self._blocks[key].refs[lane] for lane in lanes]
 
     def _raise_error(self) -> None:
         if self._error is None:
@@ -266,7 +257,7 @@ class Feeder:
 
     # -- without the lock ----------------------------------------------------------------------------------------
 
-    def _read_here(self, key: Key, lanes: Sequence[int]) -> tuple[int, list[ray.ObjectRef]] | None:
+    def _read_here(self, key: Key, lanes: Sequence[int]) -> list[ray.ObjectRef] | None:
         """Read a window in this process. Entered with the lock, which is released meanwhile; once for all who ask."""
         if key in self._rebuilding:
             self._changed.wait(0.5)
@@ -360,10 +351,7 @@ class Feeder:
         import ray
 
         lanes = cut_lanes(self._order, window, arranged)
-        with self._changed:
-            self._versions += 1
-            version = self._versions
-        return _Blocks([ray.put(lane) for lane in lanes], sum(lane.nbytes for lane in lanes), version)
+        return _Blocks([ray.put(lane) for lane in lanes], sum(lane.nbytes for lane in lanes))
 
     def _window_of(self, step: int) -> Window:
         batch = self._order.locate(step)

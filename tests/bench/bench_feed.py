@@ -147,7 +147,7 @@ def measure_on_ray(dataset: Dataset, order: VirtualOrder, schema: Schema, rank: 
         feeder = ray.remote(num_cpus=0, max_concurrency=4)(Feeder).remote(dataset, order)
 
         def open_feed(step: int) -> RayFeed:
-            return RayFeed(feeder, order, schema, dataset.arrow_schema, start_step=step)
+            return RayFeed(feeder, dataset, order, schema, start_step=step)
 
         cases = measure("Ray", open_feed, rank, notes)
         status = ray.get(feeder.status.remote())
