@@ -194,7 +194,10 @@ class WorkerStatus:
     prepare: PrepareProgress | None = None
     #: Seconds until this process ends because it was told to (SIGTERM); None: it was not.
     drain_s: float | None = None
-    #: What the last view change or recovery of this worker took, by part: {"close": s, "copy": s, "form": s, ...}.
+    #: Seconds since this process last applied a step; None: it has not applied any.
+    applied_s: float | None = None
+    #: What the last view change or recovery of this worker took, by part: {"close": s, "copy": s, "form": s, ...}, and
+    #: "feed": the first step's wait for its batch.
     timings: Mapping[str, float] = dataclasses.field(default_factory=dict)
 
 

@@ -83,6 +83,8 @@ class Worker:
         self._failure: BaseException | None = None
         self._is_origin = False
         self._phase, self._step, self._since = WorkerPhase.STARTING, 0, time.monotonic()
+        #: Monotonic time of the last applied step.
+        self._applied_at: float | None = None
         self._requested = Flag(0)
         self._inbox: queue.SimpleQueue[pm.News] = queue.SimpleQueue()
         self._raised = Flag(0)
@@ -250,6 +252,7 @@ class Worker:
                 fence=0 if self._state is None else self._state.fence,
                 preparing=-1 if preparation is None else preparation.view.epoch,
                 prepare=None if preparation is None else self._progress_of(preparation),
+                applied_s=None if self._applied_at is None else time.monotonic() - self._applied_at,
                 timings={} if changes is None else dict(changes.timings),
             )
             return WorkerPoll(
@@ -437,6 +440,8 @@ class Worker:
             flags |= Flag.HASTE
         self._raised, self._control = Flag(0), 0
         head = trainer.advance(flags=flags, control=control)
+        self._applied_at = time.monotonic()
+        changes.timings.setdefault("feed", round(trainer.phase_seconds.get("feed", 0.0), 4))
         return pm.StepDone(trainer.step, head.flags, head.control, head.protected)
 
     def _wants_haste(self, step: int) -> bool:

@@ -83,7 +83,7 @@ class Incident:
     """What is known of a failure; lives on until the recovered view is protected again."""
 
     reason: str
-    #: When its first sign was seen, and when the lost worker, or else the one that complained, was last well.
+    #: When its first sign was seen, and when any worker that lives last applied a step.
     began_s: float
     last_well_s: float
     attempt: Attempt
@@ -95,6 +95,40 @@ class Incident:
     num_counted: int = -1
     is_waiting: bool = False
     wait_reason: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class Redo:
+    """A recovered view on its way to the first step that had not been applied before the failure."""
+
+    incident: Incident
+    view: View
+    #: Steps applied before the failure.
+    step: int
+    recovered_s: float
+
+
+def last_step_s(roster: Roster) -> float | None:
+    """When a living worker last applied a step, as far as they have told."""
+    told = [(e.seen_s, None if e.status is None else e.status.applied_s) for e in roster.living.values()]
+    return max((seen_s - applied_s for seen_s, applied_s in told if applied_s is not None), default=None)
+
+
+def resumed(redo: Redo, roster: Roster, now_s: float) -> dict[str, float] | None:
+    """What the event says once every member is beyond the steps done before; None: not yet.
+
+    ``outage_s``: from the last step applied before the failure to here; ``fed_s``: how long the slowest member's first
+    step waited for its batch; ``redo_s``: from the recovered view to here. As exact as the controller polls.
+    """
+    members = roster.members(redo.view)
+    statuses = [e.status for e in members if e.status is not None and e.status.epoch == redo.view.epoch]
+    if len(statuses) < redo.view.world_size or any(status.step <= redo.step for status in statuses):
+        return None
+    return {
+        "outage_s": round(now_s - redo.incident.last_well_s, 3),
+        "fed_s": round(max(status.timings.get("feed", 0.0) for status in statuses), 3),
+        "redo_s": round(now_s - redo.recovered_s, 3),
+    }
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

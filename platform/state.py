@@ -42,14 +42,17 @@ from shoal.platform.incident import (
     Attempt,
     Incident,
     Limits,
+    Redo,
     Setting,
     decide_members,
     decide_recovery,
     is_collected,
     known_view,
+    last_step_s,
     park_order,
     recover_order,
     restoring_problem,
+    resumed,
     suspects,
 )
 from shoal.platform.ledger import CheckpointLedger
@@ -175,6 +178,7 @@ class ControllerState:
         self._start: View | None = None
         self._start_record = -1
         self._settling: _Settling | None = None
+        self._redo: Redo | None = None
         self._rebalance: RebalanceRequested | None = None
         #: Epoch for which evenness has been looked at, and what was found.
         self._evenness: tuple[int, str | None] = (-1, None)
@@ -228,6 +232,7 @@ class ControllerState:
             case StatusSeen(status=status):
                 if (entry := self.roster.living.get(status.worker_id)) is not None:
                     entry.see(event)
+                self._tell_resumed()
             case WorkerSilent(worker_id=worker_id, seconds=seconds):
                 if (entry := self.roster.living.get(worker_id)) is not None:
                     entry.silent_s = seconds
@@ -496,6 +501,13 @@ class ControllerState:
         self.view, self._views[view.epoch] = view, view
         self._last_change_s = self.now_s
 
+    def _tell_resumed(self) -> None:
+        redo = self._redo
+        fields = None if redo is None else resumed(redo, self.roster, self.now_s)
+        if redo is not None and fields is not None:
+            self._publish("resumed", epoch=redo.view.epoch, step=redo.step, **fields)
+            self._redo = None
+
     def _settle(self) -> None:
         """Invariant 10."""
         settling = self._settling
@@ -704,9 +716,10 @@ class ControllerState:
     def _begin_incident(self, reason: str, witness: WorkerEntry | None) -> None:
         """Failure goes before everything (V6): whatever was prepared is void, since its number is below the fence."""
         attempt = Attempt(self._take_epoch(), self.now_s)
-        well_s = self.now_s
-        if witness is not None and witness.status is not None:
-            well_s = witness.seen_s - witness.status.since_s
+        well_s = last_step_s(self.roster)
+        if well_s is None:
+            status = None if witness is None else witness.status
+            well_s = self.now_s if witness is None or status is None else witness.seen_s - status.since_s
         if self.change is not None:
             self._publish("abort", epoch=self.change.epoch, cause=self.change.cause.name.lower(), reason=reason)
         earlier = self.incident
@@ -717,7 +730,7 @@ class ControllerState:
         if self.view is not None:
             gone = [m.worker_id for m in self.view.members if m.worker_id not in self.roster.living]
             self.incident.lost.extend(gone)
-        self.change, self._settling, self._start = None, None, None
+        self.change, self._settling, self._start, self._redo = None, None, None, None
         self.phase = RunPhase.RECOVERING
         self._publish("failure", epoch=self.epoch, attempt=attempt.epoch, reason=reason)
 
@@ -811,11 +824,13 @@ class ControllerState:
         # With copies, what earlier attempts may need is kept until the view is protected (F4).
         protect = decision.plan.step if decision.view.buddies else -1
         self._settling = _Settling(decision.view, attempt.record_id, protect, incident)
+        self._redo = Redo(incident, decision.view, decision.plan.step + decision.redone_steps, self.now_s)
         self.phase = RunPhase.RUNNING
         timings: dict[str, float] = {}
         for entry in self.roster.members(decision.view):
             for part, seconds in (entry.status.timings if entry.status is not None else {}).items():
                 timings[part] = max(timings.get(part, 0.0), seconds)
+        timings.pop("feed", None)  # told with the first new step
         self._publish(
             "recovered",
             epoch=decision.view.epoch,

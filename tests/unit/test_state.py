@@ -36,6 +36,7 @@ from shoal.platform.state_messages import (
     LaunchWorkers,
     ManifestWritten,
     PartWritten,
+    Publish,
     RunPhase,
     ScaleRequested,
     SendOrder,
@@ -212,6 +213,28 @@ def test_a_recovery_is_planned_once_all_have_reported_and_suspects_are_gone():  
     for worker_id in (a, b):
         out = run.status(worker_id, protected=1)
     assert len(run.orders(Release, out)) == 2 and run.state.incident is None
+
+
+def test_the_outage_ends_with_the_first_new_step_of_the_slowest_member():
+    run = Run(1, 3).start()
+    a, b, c = run.ids
+    for worker_id in (a, b):
+        run.status(worker_id, applied_s=0.3)
+    last_step_s = run.now_s - 0.3
+    lose(run, c)
+    epoch = run.state.incident.attempt.epoch
+    for worker_id in (a, b):
+        run.report(worker_id, epoch)
+    for worker_id, feed_s in ((a, 0.2), (b, 0.7)):
+        run.status(
+            worker_id, epoch=epoch, phase=WorkerPhase.TRAINING, fence=epoch + 1, step=3, timings={"feed": feed_s}
+        )
+    out = run.status(a, step=4)
+    assert "resumed" not in [told.kind for told in run.of(Publish, out)]  # b is not beyond step 3, done before
+    (told,) = [told for told in run.of(Publish, run.status(b, step=5)) if told.kind == "resumed"]
+    fields = dict(told.fields)
+    assert fields["fed_s"] == 0.7 and fields["outage_s"] == round(run.now_s - last_step_s, 3)
+    assert "resumed" not in [told.kind for told in run.of(Publish, run.status(b, step=6))]
 
 
 def test_a_second_failure_takes_another_number_and_no_lower_target():  # 1, 12
