@@ -37,6 +37,7 @@ import numpy as np
 import torch
 
 from shoal.kernels import _core
+from shoal.kernels.codec import WireCodecs
 from shoal.kernels.column_blocks import check_tables
 from shoal.kernels.errors import ConfigError, ProtocolError
 from shoal.kernels.outputs import StepMemory
@@ -45,8 +46,6 @@ from shoal.kernels.spec import FeatureSpec, IdPolicy, PoolingType, TableSpec
 
 _POOLING = {PoolingType.SUM: 0, PoolingType.MEAN: 1, PoolingType.NONE: 2}
 _WORLD_SIZE_MAX = 65_535
-#: Wire formats of values and gradients; one per table in the plan. Only float32 exists.
-CODEC_FP32 = 0
 
 
 class RouteResult(NamedTuple):
@@ -124,6 +123,7 @@ class StepPlan:
         hosts: the number of each rank's host, where gradients are summed host by host (``row_exchange``); else empty.
         mirrored: tables (indices) whose values every rank keeps (data parallel): they are read here, and owners send
             all ranks what an update changes. Static and uncut; num_embeddings x embedding_dim float32 on every rank.
+        codecs: wire formats of each table; fp32 unless given. What a codec rounds it rounds for rows of this rank, too.
 
     Raises ConfigError when sizes, ranks or indices do not fit together.
     """
@@ -140,6 +140,7 @@ class StepPlan:
         num_threads: int = 1,
         hosts: Sequence[int] = (),
         mirrored: Sequence[int] = (),
+        codecs: Sequence[WireCodecs] | None = None,
     ) -> None:
         _check_plan(tables, features, placement, rank, world_size, num_threads)
         _check_mirrored(tables, mirrored)
@@ -153,11 +154,11 @@ class StepPlan:
         self.mirrored = tuple(sorted(mirrored))
         self._has_told = False
         self.outputs = tuple(plan_outputs(tables, features))
-        self.codecs = (CODEC_FP32,) * len(self.tables)
+        self.codecs = tuple(codecs) if codecs is not None else (WireCodecs(),) * len(self.tables)
         self.hash = self._hash()
         self.native = _core.StepPlan(store.native, rank, world_size, num_threads, list(self.hosts))
-        for spec, owners, leader in zip(self.tables, self.placement, _leaders(tables)):
-            self.native.add_table(owners.tolist(), leader, spec.shares_statistic)
+        for spec, owners, leader, wire in zip(self.tables, self.placement, _leaders(tables), self.codecs, strict=True):
+            self.native.add_table(owners.tolist(), leader, spec.shares_statistic, int(wire.values), int(wire.gradients))
         if self.mirrored:
             self.native.mirror(list(self.mirrored))
         place = {f: (o, column) for o, output in enumerate(self.outputs) for f, column in self._columns(output)}
@@ -485,4 +486,4 @@ def _check_column_features(tables: Sequence[TableSpec], features: Sequence[Featu
         f += num_blocks
 
 
-__all__ = ["CODEC_FP32", "Lookup", "OutputSpec", "RouteResult", "StepPlan", "plan_outputs"]
+__all__ = ["Lookup", "OutputSpec", "RouteResult", "StepPlan", "plan_outputs"]

@@ -25,6 +25,13 @@ inline void update_row(Updater_& updater, int dim, uint32_t slot, const float* g
   }
 }
 
+// The row as its codec gives it.
+void round_trip(Codec codec, int dim, float* row) {
+  alignas(32) std::byte wire[4 * kDimMax];
+  encode_wire(codec, row, dim, wire);
+  decode_wire(codec, wire, dim, row);
+}
+
 }  // namespace
 
 // Rows of a merge: the contributions of each distinct slot, in order.
@@ -53,7 +60,7 @@ Updater::Updater(StepPlan* plan, const std::vector<Lookup*>& lookups, const int6
     if (!lookup.has_grads_) throw std::invalid_argument("apply needs segment_sum of every lookup first");
     for (int p : order_of_ranks) {
       const int group = static_cast<int>(l) * W + (plan->hosts.empty() ? p : plan->hosts[p]);
-      const float* sums = p == plan->rank ? nullptr : reinterpret_cast<const float*>(sources[l * W + p]);
+      const std::byte* sums = p == plan->rank ? nullptr : reinterpret_cast<const std::byte*>(sources[l * W + p]);
       const uint32_t* order = p == plan->rank ? lookup.order_.data() + lookup.order_start_[p] : nullptr;
       for (int64_t r = lookup.incoming_.peer_start[p]; r < lookup.incoming_.peer_start[p + 1]; ++r) {
         const Run& run = lookup.incoming_.runs[r];
@@ -63,7 +70,7 @@ Updater::Updater(StepPlan* plan, const std::vector<Lookup*>& lookups, const int6
         if (p == plan->rank)
           order += run.count;
         else
-          sums += run.count * plan->tables[run.table].dim;
+          sums += run.count * plan->tables[run.table].wire_grad_bytes;
       }
     }
   }
@@ -84,6 +91,21 @@ void Updater::apply(uint32_t step, const float* lrs) {
   if (plan_->mirrors) plan_->mirrors->settle();
 }
 
+const float* Updater::gradient(int t, const GradSource& source, int64_t i, float* space) const {
+  const Table& table = plan_->tables[t];
+  if (source.order) {
+    const float* sum = source.lookup->sum_row(t, source.order[i], space);
+    if (!table.rounds_grads()) return sum;
+    if (sum != space) std::memcpy(space, sum, table.dim * sizeof(float));
+    round_trip(table.grads_codec, table.dim, space);
+    return space;
+  }
+  const std::byte* wire = source.sums + i * table.wire_grad_bytes;
+  if (!table.rounds_grads()) return reinterpret_cast<const float*>(wire);
+  decode_wire(table.grads_codec, wire, table.dim, space);
+  return space;
+}
+
 void Updater::update_single(int t, const GradSource& source, const StepScalars& scalars) {
   const int dim = plan_->tables[t].dim;
   plan_->threads->run((source.count + kRowsPerTask - 1) / kRowsPerTask, [&](int64_t task, int thread) {
@@ -95,9 +117,7 @@ void Updater::update_single(int t, const GradSource& source, const StepScalars& 
           updater.prefetch(source.slots[i + kAhead]);
           if (source.order) source.lookup->prefetch_row_grad(t, source.order[i + kAhead]);
         }
-        const float* gradient =
-            source.order ? source.lookup->sum_row(t, source.order[i], space) : source.sums + i * dim;
-        update_row(updater, dim, source.slots[i], gradient);
+        update_row(updater, dim, source.slots[i], gradient(t, source, i, space));
       }
     });
   });
@@ -162,21 +182,22 @@ void Updater::sum_merged(int t, const std::vector<GradSource>& sources, const Me
   };
   auto gradient_of = [&](uint32_t contribution, float* space) {
     const size_t s = source_of(contribution);
-    const int64_t i = contribution - first[s];
-    const GradSource& source = sources[s];
-    return source.order ? source.lookup->sum_row(t, source.order[i], space) : source.sums + i * dim;
+    return gradient(t, sources[s], contribution - first[s], space);
   };
   const bool has_groups = !plan_->hosts.empty();  // Else every source is a group.
   // Adds contributions [c, end) of the group of the first to it, in `sum`; returns the sum, and where the next group is.
   auto sum_group = [&](uint32_t* c, uint32_t end, float* sum, float* space) {
     auto group_of = [&](uint32_t at) { return sources[source_of(rows.contributions[at])].group; };
     const int group = has_groups ? group_of(*c) : 0;
+    const uint32_t first_of_group = *c;
     const float* gradient = gradient_of(rows.contributions[(*c)++], sum);
     for (; has_groups && *c < end && group_of(*c) == group; ++*c) {
       if (gradient != sum) std::memcpy(sum, gradient, dim * sizeof(float));
       gradient = sum;
       add_row(sum, gradient_of(rows.contributions[*c], space), dim);
     }
+    // A relay encodes what it has summed: so does the sum of this host.
+    if (*c - first_of_group > 1 && plan_->tables[t].rounds_grads()) round_trip(plan_->tables[t].grads_codec, dim, sum);
     return gradient;
   };
   plan_->threads->run((num_rows + kRowsPerTask - 1) / kRowsPerTask, [&](int64_t task, int thread) {
@@ -249,8 +270,8 @@ void Updater::collect(int t, BlockGradients* out) {
     for (int64_t i = task * kRowsPerTask; i < end; ++i) {
       float* sum = gradients + int64_t{place[i]} * dim;
       if (source.order && i + kAhead < num_rows) source.lookup->prefetch_row_grad(t, source.order[i + kAhead]);
-      const float* gradient = source.order ? source.lookup->sum_row(t, source.order[i], sum) : source.sums + i * dim;
-      if (gradient != sum) std::memcpy(sum, gradient, dim * sizeof(float));
+      const float* found = gradient(t, source, i, sum);
+      if (found != sum) std::memcpy(sum, found, dim * sizeof(float));
     }
   });
 }

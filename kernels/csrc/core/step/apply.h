@@ -14,7 +14,7 @@ struct GradSource {
   const uint32_t* slots;   // [count]
   int64_t count;
   const uint32_t* order;   // this rank's own rows: their unique numbers; null for another rank's
-  const float* sums;       // another rank's: [count, dim]
+  const std::byte* sums;   // another rank's: [count] encoded rows
   int group;               // sources of one group are summed before the groups are
   const int64_t* ids;      // [count]
 };
@@ -40,6 +40,8 @@ class Updater {
   void collect(int table, BlockGradients* out);
 
  private:
+  // The gradient of a source's row i as it counts: in `space` [dim], or where it lies.
+  const float* gradient(int table, const GradSource& source, int64_t i, float* space) const;
   void update_single(int table, const GradSource& source, const StepScalars& scalars);
   void update_merged(int table, const std::vector<GradSource>& sources, const StepScalars& scalars);
   // Calls visit(thread, begin, end, gradient_of) for ranges of the merged rows.

@@ -103,7 +103,8 @@ void bind_plan(nb::module_& m) {
           },
           "store"_a, "rank"_a, "world_size"_a, "num_threads"_a, "hosts"_a, nb::keep_alive<1, 2>())
       .def("add_table",
-           [](StepPlan& self, const std::vector<uint16_t>& owners, int leader, bool shares_statistic) {
+           [](StepPlan& self, const std::vector<uint16_t>& owners, int leader, bool shares_statistic, int values_codec,
+              int grads_codec) {
              const int index = self.num_tables();
              if (index >= static_cast<int>(self.store->num_tables())) throw std::invalid_argument("unknown table");
              const TableDesc& desc = self.store->table(index);
@@ -121,7 +122,12 @@ void bind_plan(nb::module_& m) {
              table.has_one_owner = std::all_of(owners.begin(), owners.end(),
                                                [&](uint16_t owner) { return owner == owners[0]; });
              table.is_wide = desc.num_embeddings == 0 || desc.num_embeddings > int64_t{1} << 31;
-             table.wire_row_bytes = table.wire_grad_bytes = table.dim * static_cast<int64_t>(sizeof(float));
+             for (int codec : {values_codec, grads_codec})
+               if (codec < 0 || codec >= kNumCodecs) throw std::invalid_argument("no such codec");
+             table.values_codec = static_cast<Codec>(values_codec);
+             table.grads_codec = static_cast<Codec>(grads_codec);
+             table.wire_row_bytes = encoded_bytes(table.values_codec, table.dim);
+             table.wire_grad_bytes = encoded_bytes(table.grads_codec, table.dim);
              self.tables.push_back(std::move(table));
            })
       .def("mirror",
@@ -130,6 +136,7 @@ void bind_plan(nb::module_& m) {
                Table& table = self.tables.at(index);
                if (table.num_embeddings == 0) throw std::invalid_argument("a mirrored table has a fixed number of rows");
                table.is_mirrored = true;
+               table.values_codec = Codec::kFp32;  // its values travel as they are
                table.wire_row_bytes = 0;
              }
              nb::gil_scoped_release release;
@@ -299,12 +306,29 @@ void bind_lookup(nb::module_& m) {
 
 }  // namespace
 
+static void bind_codec(nb::module_& m) {
+  m.def("encoded_bytes", [](int codec, int64_t dim) { return encoded_bytes(static_cast<Codec>(codec), dim); });
+  m.def("encode_rows", [](int codec, uintptr_t rows, int64_t count, int dim, uintptr_t out) {
+    const int64_t bytes = encoded_bytes(static_cast<Codec>(codec), dim);
+    for (int64_t i = 0; i < count; ++i)
+      encode_wire(static_cast<Codec>(codec), reinterpret_cast<const float*>(rows) + i * dim, dim,
+                  reinterpret_cast<std::byte*>(out) + i * bytes);
+  });
+  m.def("decode_rows", [](int codec, uintptr_t in, int64_t count, int dim, uintptr_t rows) {
+    const int64_t bytes = encoded_bytes(static_cast<Codec>(codec), dim);
+    for (int64_t i = 0; i < count; ++i)
+      decode_wire(static_cast<Codec>(codec), reinterpret_cast<const std::byte*>(in) + i * bytes, dim,
+                  reinterpret_cast<float*>(rows) + i * dim);
+  });
+}
+
 void bind_step(nb::module_& m) {
   static PyObject* violation = nb::exception<ProtocolViolation>(m, "ProtocolViolation", PyExc_RuntimeError).ptr();
   (void)violation;
   bind_plan(m);
   bind_statistics(m);
   bind_lookup(m);
+  bind_codec(m);
 }
 
 }  // namespace shoal

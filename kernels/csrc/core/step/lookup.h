@@ -106,6 +106,7 @@ class Lookup {
   // rows.cpp
   void find_slots();
   void point_at_local_rows();
+  void round_local_rows();
   void point_at_mirrored_rows();
   void point_at_remote_rows(const int64_t* sources);
   // pooling.cpp
@@ -161,7 +162,8 @@ class Lookup {
   Buffer<int64_t> incoming_ids_;
   Buffer<uint32_t> incoming_slots_;
   Buffer<float> initial_rows_;  // values of local rows that do not exist (evaluation)
-  Buffer<float> kept_rows_;     // copies of remote rows of weighted tables, for weight_grad
+  Buffer<float> kept_rows_;     // remote rows that are decoded, or of weighted tables, for weight_grad
+  Buffer<float> rounded_rows_;  // local rows as the codec of their table gives them
 
   // Backward: positions sorted by unique row. ends_[u] is the end of row u's entries, its begin is ends_[u - 1].
   Buffer<uint32_t> ends_;

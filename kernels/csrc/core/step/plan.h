@@ -8,6 +8,7 @@
 #include <string>
 #include <vector>
 
+#include "core/step/codec.h"
 #include "core/step/threads.h"
 #include "core/store/hash.h"
 #include "core/store/rowstore.h"
@@ -35,6 +36,7 @@ struct Table {
   bool has_scaled_features = false;  // MEAN or weighted: gradients are multiplied per position
   bool has_weighted_features = false;
   bool is_mirrored = false;          // every rank keeps its values (mirrors.h): they are not asked for
+  Codec values_codec = Codec::kFp32, grads_codec = Codec::kFp32;
   int64_t wire_row_bytes = 0;        // of values; 0 where mirrored
   int64_t wire_grad_bytes = 0;
   // A column block other than the first of its table: the first one. Both have the same features over the same ids, which
@@ -47,6 +49,12 @@ struct Table {
     if (has_one_owner) return owners[0];
     return owners[block_of_hash(mixed_id, log2_blocks)];
   }
+  // Whether values differ from the stored rows. Then this rank's own rows are rounded too: placement changes no bits (S5).
+  bool rounds_values() const {
+    return values_codec != Codec::kFp32 && !(values_codec == Codec::kFp16 && type == RowType::F16) &&
+           !(values_codec == Codec::kBf16 && type == RowType::BF16);
+  }
+  bool rounds_grads() const { return grads_codec != Codec::kFp32; }
   // The largest valid id: ids above it, read as unsigned, are outside the table.
   uint64_t last_id() const { return num_embeddings ? num_embeddings - 1 : ~uint64_t{0}; }
 };

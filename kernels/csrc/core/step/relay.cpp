@@ -239,26 +239,65 @@ void Relay::sum(const int64_t* sources, const int64_t* destinations) const {
     const Carried& carried = carried_[o];
     std::byte* section = reinterpret_cast<std::byte*>(destinations[carried.owner]);
     for (const Merged& merged : carried.tables) {
-      const int64_t dim = plan_->tables[merged.table].dim;
-      float* sums = reinterpret_cast<float*>(section + merged.grad_offset);
-      // Rows are numbered by first occurrence, in the order in which they are visited here: the next number is a new row.
-      uint32_t num_seen = 0;
-      for (const Part& part : merged.parts) {
-        const float* grads = reinterpret_cast<const float*>(reinterpret_cast<const std::byte*>(sources[part.local]) +
-                                                            carried.grad_starts[part.local] + part.grad_offset);
-        const uint32_t* map = carried.map.data() + part.map_start;
-        for (int64_t i = 0; i < part.count; ++i) {
-          float* sum = sums + map[i] * dim;
-          if (map[i] == num_seen) {
-            std::memcpy(sum, grads + i * dim, dim * sizeof(float));
-            ++num_seen;
-          } else {
-            add_row(sum, grads + i * dim, static_cast<int>(dim));
-          }
-        }
-      }
+      const Table& table = plan_->tables[merged.table];
+      if (table.rounds_grads())
+        sum_encoded(carried, merged, sources, section + merged.grad_offset);
+      else
+        sum_plain(carried, merged, sources, reinterpret_cast<float*>(section + merged.grad_offset));
     }
   });
+}
+
+const std::byte* Relay::gradients_of(const Carried& carried, const Part& part, const int64_t* sources) const {
+  return reinterpret_cast<const std::byte*>(sources[part.local]) + carried.grad_starts[part.local] + part.grad_offset;
+}
+
+void Relay::sum_plain(const Carried& carried, const Merged& merged, const int64_t* sources, float* sums) const {
+  const int dim = plan_->tables[merged.table].dim;
+  // Rows are numbered by first occurrence, in the order in which they are visited here: the next number is a new row.
+  uint32_t num_seen = 0;
+  for (const Part& part : merged.parts) {
+    const float* grads = reinterpret_cast<const float*>(gradients_of(carried, part, sources));
+    const uint32_t* map = carried.map.data() + part.map_start;
+    for (int64_t i = 0; i < part.count; ++i) {
+      float* sum = sums + int64_t{map[i]} * dim;
+      if (map[i] == num_seen) {
+        std::memcpy(sum, grads + i * dim, dim * sizeof(float));
+        ++num_seen;
+      } else {
+        add_row(sum, grads + i * dim, dim);
+      }
+    }
+  }
+}
+
+// A row that one rank has a gradient for travels on as it came; the others are summed as float32 and encoded once.
+void Relay::sum_encoded(const Carried& carried, const Merged& merged, const int64_t* sources, std::byte* out) const {
+  const Table& table = plan_->tables[merged.table];
+  const int64_t bytes = table.wire_grad_bytes;
+  std::vector<float> sums(merged.count * table.dim);
+  std::vector<bool> is_sum(merged.count);
+  alignas(32) float space[kDimMax];
+  uint32_t num_seen = 0;
+  for (const Part& part : merged.parts) {
+    const std::byte* grads = gradients_of(carried, part, sources);
+    const uint32_t* map = carried.map.data() + part.map_start;
+    for (int64_t i = 0; i < part.count; ++i) {
+      const uint32_t row = map[i];
+      if (row == num_seen) {
+        std::memcpy(out + row * bytes, grads + i * bytes, bytes);
+        ++num_seen;
+        continue;
+      }
+      float* sum = sums.data() + int64_t{row} * table.dim;
+      if (!is_sum[row]) decode_wire(table.grads_codec, out + row * bytes, table.dim, sum);
+      is_sum[row] = true;
+      decode_wire(table.grads_codec, grads + i * bytes, table.dim, space);
+      add_row(sum, space, table.dim);
+    }
+  }
+  for (int64_t row = 0; row < merged.count; ++row)
+    if (is_sum[row]) encode_wire(table.grads_codec, sums.data() + row * table.dim, table.dim, out + row * bytes);
 }
 
 int64_t Relay::num_asked() const {

@@ -74,6 +74,9 @@ class Relay {
 
   void read_requests(const int64_t* sources, const int64_t* source_bytes);
   void merge_owner(size_t index);
+  const std::byte* gradients_of(const Carried& carried, const Part& part, const int64_t* sources) const;
+  void sum_plain(const Carried& carried, const Merged& merged, const int64_t* sources, float* sums) const;
+  void sum_encoded(const Carried& carried, const Merged& merged, const int64_t* sources, std::byte* out) const;
   void lay_out();
 
   StepPlan* plan_;

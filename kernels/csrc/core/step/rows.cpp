@@ -107,6 +107,7 @@ void Lookup::resolve(const int64_t* sources, const int64_t* source_bytes) {
   // Only after every section is known to be sound are rows reserved.
   find_slots();
   point_at_local_rows();
+  round_local_rows();
 }
 
 // Tables may be resolved side by side; the runs of one table one after the other.
@@ -168,6 +169,39 @@ void Lookup::point_at_local_rows() {
   });
 }
 
+void Lookup::round_local_rows() {
+  const Run* begin = outgoing_.runs.data() + outgoing_.peer_start[plan_->rank];
+  const Run* end = outgoing_.runs.data() + outgoing_.peer_start[plan_->rank + 1];
+  int64_t floats = 0;
+  for (const Run* run = begin; run != end; ++run)
+    if (plan_->tables[run->table].rounds_values()) floats += run->count * plan_->tables[run->table].dim;
+  if (floats == 0) return;
+  float* rounded = rounded_rows_.grow(floats);
+  for (const Run* run = begin; run != end; ++run) {
+    const Table& table = plan_->tables[run->table];
+    if (!table.rounds_values() || table.is_mirrored) continue;
+    const uint32_t* order = order_.data() + run->start;
+    plan_->threads->run((run->count + kRowsPerTask - 1) / kRowsPerTask, [&](int64_t task, int) {
+      alignas(32) float space[kDimMax];
+      alignas(32) std::byte wire[4 * kDimMax];
+      const int64_t last = std::min(run->count, (task + 1) * kRowsPerTask);
+      for (int64_t i = task * kRowsPerTask; i < last; ++i) {
+        uintptr_t& address = row_address_[order[i]];
+        const float* row = reinterpret_cast<const float*>(address & ~kEncodedTag);
+        if (address & kEncodedTag) {
+          decode_row(table.type, reinterpret_cast<const std::byte*>(row), static_cast<uint32_t>(table.dim), space);
+          row = space;
+        }
+        float* out = rounded + i * table.dim;
+        encode_wire(table.values_codec, row, table.dim, wire);
+        decode_wire(table.values_codec, wire, table.dim, out);
+        address = reinterpret_cast<uintptr_t>(out);
+      }
+    });
+    rounded += run->count * table.dim;
+  }
+}
+
 void Lookup::point_at_mirrored_rows() {
   for (int t = 0; t < plan_->num_tables(); ++t) {
     if (!plan_->tables[t].is_mirrored) continue;
@@ -178,14 +212,17 @@ void Lookup::point_at_mirrored_rows() {
 
 void Lookup::point_at_remote_rows(const int64_t* sources) {
   point_at_mirrored_rows();
-  int64_t kept_floats = 0;
-  if (is_training_) {
-    for (int p = 0; p < plan_->world_size; ++p)
-      for (int64_t r = outgoing_.peer_start[p]; r < outgoing_.peer_start[p + 1]; ++r)
-        if (p != plan_->rank && plan_->tables[outgoing_.runs[r].table].has_weighted_features)
-          kept_floats += outgoing_.runs[r].count * plan_->tables[outgoing_.runs[r].table].dim;
-  }
-  float* kept = kept_rows_.grow(kept_floats);
+  // Rows that are decoded here, and those that weight_grad needs when the message's memory has been used again.
+  auto is_copied = [&](const Table& table) {
+    return table.values_codec != Codec::kFp32 || (is_training_ && table.has_weighted_features);
+  };
+  int64_t floats = 0;
+  for (int p = 0; p < plan_->world_size; ++p)
+    for (int64_t r = outgoing_.peer_start[p]; r < outgoing_.peer_start[p + 1]; ++r) {
+      const Table& table = plan_->tables[outgoing_.runs[r].table];
+      if (p != plan_->rank && is_copied(table)) floats += outgoing_.runs[r].count * table.dim;
+    }
+  float* kept = kept_rows_.grow(floats);
   for (int p = 0; p < plan_->world_size; ++p) {
     if (p == plan_->rank) continue;
     const std::byte* rows = reinterpret_cast<const std::byte*>(sources[p]);
@@ -194,14 +231,19 @@ void Lookup::point_at_remote_rows(const int64_t* sources) {
       const Table& table = plan_->tables[run.table];
       if (table.is_mirrored) continue;
       const std::byte* first = rows;
-      if (is_training_ && table.has_weighted_features) {
-        // The message's memory is reused before weight_grad needs the rows.
-        std::memcpy(kept, rows, run.count * table.wire_row_bytes);
+      int64_t row_bytes = table.wire_row_bytes;
+      if (is_copied(table)) {
+        plan_->threads->run((run.count + kRowsPerTask - 1) / kRowsPerTask, [&](int64_t task, int) {
+          const int64_t end = std::min(run.count, (task + 1) * kRowsPerTask);
+          for (int64_t i = task * kRowsPerTask; i < end; ++i)
+            decode_wire(table.values_codec, rows + i * row_bytes, table.dim, kept + i * table.dim);
+        });
         first = reinterpret_cast<const std::byte*>(kept);
+        row_bytes = table.dim * int64_t{4};
         kept += run.count * table.dim;
       }
       for (int64_t i = 0; i < run.count; ++i)
-        row_address_[order_[run.start + i]] = reinterpret_cast<uintptr_t>(first + i * table.wire_row_bytes);
+        row_address_[order_[run.start + i]] = reinterpret_cast<uintptr_t>(first + i * row_bytes);
       rows += run.count * table.wire_row_bytes;
     }
   }
@@ -210,24 +252,29 @@ void Lookup::point_at_remote_rows(const int64_t* sources) {
 void Lookup::write_rows(const int64_t* destinations) const {
   for (int p = 0; p < plan_->world_size; ++p) {
     if (p == plan_->rank || incoming_.row_bytes[p] == 0 || !destinations[p]) continue;
-    float* out = reinterpret_cast<float*>(destinations[p]);
+    std::byte* out = reinterpret_cast<std::byte*>(destinations[p]);
     for (int64_t r = incoming_.peer_start[p]; r < incoming_.peer_start[p + 1]; ++r) {
       const Run& run = incoming_.runs[r];
       const Table& table = plan_->tables[run.table];
       if (table.is_mirrored) continue;
+      const bool is_plain = table.values_codec == Codec::kFp32;
       const Arena& arena = plan_->store->arena_of(run.table);
       const uint32_t* slots = incoming_slots_.data() + run.start;
       plan_->threads->run((run.count + kRowsPerTask - 1) / kRowsPerTask, [&](int64_t task, int) {
+        alignas(32) float space[kDimMax];
         const int64_t end = std::min(run.count, (task + 1) * kRowsPerTask);
         for (int64_t i = task * kRowsPerTask; i < end; ++i) {
           if (i + kAhead < end && slots[i + kAhead] != kNoSlot) arena.prefetch(slots[i + kAhead]);
+          std::byte* wire = out + i * table.wire_row_bytes;
+          float* row = is_plain ? reinterpret_cast<float*>(wire) : space;
           if (slots[i] == kNoSlot)
-            initial_row(plan_->store->table(run.table), incoming_ids_[run.start + i], out + i * table.dim);
+            initial_row(plan_->store->table(run.table), incoming_ids_[run.start + i], row);
           else
-            read_row(table, arena.weights(slots[i]), out + i * table.dim);
+            read_row(table, arena.weights(slots[i]), row);
+          if (!is_plain) encode_wire(table.values_codec, row, table.dim, wire);
         }
       });
-      out += run.count * table.dim;
+      out += run.count * table.wire_row_bytes;
     }
   }
 }
@@ -241,7 +288,8 @@ void Lookup::table_loads(int64_t* unique_asked, int64_t* rows_served) const {
 int64_t Lookup::nbytes() const {
   return bag_offsets_.nbytes() + inverse_.nbytes() + unique_ids_.nbytes() + unique_owner_.nbytes() +
          unique_count_.nbytes() + row_address_.nbytes() + order_.nbytes() + incoming_ids_.nbytes() +
-         incoming_slots_.nbytes() + initial_rows_.nbytes() + kept_rows_.nbytes() + ends_.nbytes() + entries_.nbytes() +
+         incoming_slots_.nbytes() + initial_rows_.nbytes() + kept_rows_.nbytes() +
+         rounded_rows_.nbytes() + ends_.nbytes() + entries_.nbytes() +
          scales_.nbytes() + hot_sums_.nbytes();
 }
 

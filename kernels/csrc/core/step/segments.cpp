@@ -76,19 +76,25 @@ void Lookup::segment_sum(const float* const* grads, const int64_t* destinations)
 void Lookup::write_sums(const int64_t* destinations) const {
   for (int p = 0; p < plan_->world_size; ++p) {
     if (p == plan_->rank || order_start_[p] == order_start_[p + 1] || !destinations[p]) continue;
-    float* out = reinterpret_cast<float*>(destinations[p]);
+    std::byte* out = reinterpret_cast<std::byte*>(destinations[p]);
     for (int64_t r = outgoing_.peer_start[p]; r < outgoing_.peer_start[p + 1]; ++r) {
       const Run& run = outgoing_.runs[r];
-      const int dim = plan_->tables[run.table].dim;
+      const Table& table = plan_->tables[run.table];
       plan_->threads->run((run.count + kRowsPerTask - 1) / kRowsPerTask, [&](int64_t task, int) {
+        alignas(32) float space[kDimMax];
         const int64_t end = std::min(run.count, (task + 1) * kRowsPerTask);
         for (int64_t i = task * kRowsPerTask; i < end; ++i) {
           if (i + kRowsAhead < end) prefetch_row_grad(run.table, order_[run.start + i + kRowsAhead]);
-          const float* sum = sum_row(run.table, order_[run.start + i], out + i * dim);
-          if (sum != out + i * dim) std::memcpy(out + i * dim, sum, dim * sizeof(float));
+          std::byte* wire = out + i * table.wire_grad_bytes;
+          float* target = table.rounds_grads() ? space : reinterpret_cast<float*>(wire);
+          const float* sum = sum_row(run.table, order_[run.start + i], target);
+          if (table.rounds_grads())
+            encode_wire(table.grads_codec, sum, table.dim, wire);
+          else if (sum != target)
+            std::memcpy(target, sum, table.dim * sizeof(float));
         }
       });
-      out += run.count * dim;
+      out += run.count * table.wire_grad_bytes;
     }
   }
 }
