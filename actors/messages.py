@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from shoal.kernels.spec import TableSpec
+from shoal.kernels.spec import TableSpec, WireCodecs
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,6 +83,8 @@ class View:
     store_port: int
     #: How rows travel: flat or hierarchical (``kernels/row_exchange``). A switch changes numbers in rounding (S5).
     exchange: str = "flat"
+    #: Table -> wire formats; tables without an entry travel as fp32. A switch changes numbers (S5).
+    codecs: Mapping[str, WireCodecs] = dataclasses.field(default_factory=dict)
     #: Tables whose values every rank keeps (data parallel): owners send what changes (``csrc/core/step/mirrors.h``).
     mirrored: tuple[str, ...] = ()
     #: For every rank the rank that holds copies of its row blocks and of its metric bins (F5); empty: nobody does.

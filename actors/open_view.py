@@ -19,6 +19,7 @@ from shoal.kernels.frame import Identity
 from shoal.kernels.plan import StepPlan
 from shoal.kernels.row_exchange import FlatRows, HierarchicalRows, RowExchange, host_numbers
 from shoal.kernels.rowstore import RowStore
+from shoal.kernels.spec import WireCodecs
 
 logger = logging.getLogger(__name__)
 
@@ -86,6 +87,7 @@ class OpenView:
                 world_size=view.world_size,
                 num_threads=options.num_threads,
                 hosts=host_numbers(view.hosts) if self._is_hierarchical else (),
+                codecs=[view.codecs.get(table.name, WireCodecs()) for table in model_tables.tables],
                 mirrored=[t for t, table in enumerate(model_tables.tables) if table.name in view.mirrored],
             )
         except BaseException:

@@ -17,28 +17,10 @@ int8 scales and biases are bfloat16 for that reason; FBGEMM's row-wise formats h
 
 from __future__ import annotations
 
-import enum
-from typing import NamedTuple
-
 import torch
 
 from shoal.kernels import _core
-
-
-class Codec(enum.IntEnum):
-    """The values are part of the native ABI."""
-
-    FP32 = 0
-    FP16 = 1
-    BF16 = 2
-    INT8 = 3
-
-
-class WireCodecs(NamedTuple):
-    """How the values of a table's rows and their gradients travel."""
-
-    values: Codec = Codec.FP32
-    gradients: Codec = Codec.FP32
+from shoal.kernels.spec import Codec
 
 
 def encoded_bytes(codec: Codec, embedding_dim: int) -> int:

@@ -37,12 +37,11 @@ import numpy as np
 import torch
 
 from shoal.kernels import _core
-from shoal.kernels.codec import WireCodecs
 from shoal.kernels.column_blocks import check_tables
 from shoal.kernels.errors import ConfigError, ProtocolError
 from shoal.kernels.outputs import StepMemory
 from shoal.kernels.rowstore import RowStore
-from shoal.kernels.spec import FeatureSpec, IdPolicy, PoolingType, TableSpec
+from shoal.kernels.spec import FeatureSpec, IdPolicy, PoolingType, TableSpec, WireCodecs
 
 _POOLING = {PoolingType.SUM: 0, PoolingType.MEAN: 1, PoolingType.NONE: 2}
 _WORLD_SIZE_MAX = 65_535

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 import math
+from typing import NamedTuple
 
 from shoal.kernels.errors import ConfigError
 
@@ -74,6 +75,22 @@ class IdPolicy(enum.IntEnum):
     HASH = 1
     OOV = 2
     DROP = 3
+
+
+class Codec(enum.IntEnum):
+    """Wire formats of rows and gradients (``codec``); the values are part of the native ABI."""
+
+    FP32 = 0
+    FP16 = 1
+    BF16 = 2
+    INT8 = 3
+
+
+class WireCodecs(NamedTuple):
+    """How the values of a table's rows and their gradients travel."""
+
+    values: Codec = Codec.FP32
+    gradients: Codec = Codec.FP32
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -9,7 +9,16 @@ from collections.abc import Iterator
 from typing import Literal
 
 from shoal.kernels.column_blocks import column_widths, cut_columns
-from shoal.kernels.spec import DIM_MAX, DataType, OptimizerKind, OptimizerSpec, TableSpec, WeightDecayMode
+from shoal.kernels.spec import (
+    DIM_MAX,
+    Codec,
+    DataType,
+    OptimizerKind,
+    OptimizerSpec,
+    TableSpec,
+    WeightDecayMode,
+    WireCodecs,
+)
 from shoal.platform.config_fields import Config, Problem, bounded
 from shoal.platform.placement import ShardingType, default_num_blocks
 
@@ -148,6 +157,11 @@ class TableConfig(Config):
     """Row-wise optimizer state of a table that is cut into columns. ``table`` (default): one value per row, as of the
     uncut table, for one small exchange more a step. ``shard``: one per column block, as in TorchRec: results then
     depend on the cut and no longer equal those of the uncut table."""
+    values_codec: Literal["fp32", "fp16", "bf16", "int8"] | None = None
+    """How rows travel to the workers that ask for them; fp32 by default. ``int8``: 256 levels over each row. What is
+    rounded is rounded for a worker's own rows, too. Stored rows and optimizer state keep their type."""
+    gradients_codec: Literal["fp32", "fp16", "bf16", "int8"] | None = None
+    """How the summed gradients of rows travel to their owners; fp32 by default. ``fp16`` loses what is below 6e-8."""
     num_blocks: int | None = bounded(None, low=1, high=65_536)
     """Row blocks, a power of two: the units of placement and migration, fixed for the table's life. By default 1 where
     they are all on one worker, else 64, or fewer for a small table."""
@@ -186,6 +200,11 @@ class TableConfig(Config):
     def placement(self) -> ShardingType:
         """What placement is to do with the table, or with each of its column blocks, which are tables to it."""
         return ShardingType(self.sharding_type or "row_wise")
+
+    @property
+    def codecs(self) -> WireCodecs:
+        """Wire formats of the table."""
+        return WireCodecs(Codec[(self.values_codec or "fp32").upper()], Codec[(self.gradients_codec or "fp32").upper()])
 
     def cut(self, spec: TableSpec) -> tuple[TableSpec, ...]:
         """The column blocks of a table of these settings; the table itself where it is not cut. Raises ConfigError

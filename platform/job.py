@@ -20,7 +20,7 @@ from shoal.actors.trainer import LoopSpec
 from shoal.actors.worker_spec import ElasticSpec, Seat, WorkerSpec
 from shoal.kernels.errors import ConfigError
 from shoal.kernels.schema import Schema
-from shoal.kernels.spec import IdPolicy, TableSpec
+from shoal.kernels.spec import IdPolicy, TableSpec, WireCodecs
 from shoal.kernels.tables import BaseEmbeddingConfig, table_seed
 from shoal.platform.config import DataConfig, JobConfig, ModelConfig
 from shoal.platform.factory import build_model
@@ -160,6 +160,16 @@ class ShardingOf:
         return self.config.tables.of(table.logical_name).placement
 
 
+@dataclasses.dataclass(frozen=True)
+class CodecsOf:
+    """How rows and gradients of each table, or column block of one, travel."""
+
+    config: JobConfig
+
+    def __call__(self, table: TableSpec) -> WireCodecs:
+        return self.config.tables.of(table.logical_name).codecs
+
+
 def checkpoint_directory(epoch: int, step: int) -> str:
     """Folder of a checkpoint within the run's."""
     return CheckpointName(epoch, step).directory
@@ -249,6 +259,7 @@ def make_plan(
         storage=storage,
         steps_total=train.num_steps,
         sharding=ShardingOf(config),
+        codecs=CodecsOf(config),
         resume=run.resume,
         num_to_keep=checkpoint.num_to_keep,
         full_every=checkpoint.full_every,

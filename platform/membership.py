@@ -19,7 +19,7 @@ from typing import Protocol
 
 from shoal.actors.messages import BlockSet, Member, View
 from shoal.kernels.errors import PlanError
-from shoal.kernels.spec import TableSpec
+from shoal.kernels.spec import TableSpec, WireCodecs
 from shoal.platform.buddies import plan_buddies
 from shoal.platform.placement import LEVEL_TOLERANCE, ShardingType, plan_placement, replan_placement, table_bytes
 from shoal.platform.sharding import sharding_of
@@ -56,6 +56,8 @@ class ViewSpec:
     store_host: str = ""
     store_port: int = 0
     sharding: Mapping[str, ShardingType] = dataclasses.field(default_factory=dict)
+    #: Tables without an entry travel as fp32.
+    codecs: Mapping[str, WireCodecs] = dataclasses.field(default_factory=dict)
     #: What is evened out over workers, by table name, in any unit; the table's bytes where it has no entry.
     loads: Mapping[str, float] = dataclasses.field(default_factory=dict)
     #: Limit on a worker's table bytes, copies for others included; None: not checked.
@@ -319,6 +321,7 @@ def _view(
         placement=placement,
         transport=spec.transport,
         exchange=spec.exchange,
+        codecs={t: wire for t in placement if (wire := spec.codecs.get(t, WireCodecs())) != WireCodecs()},
         mirrored=tuple(sorted(t for t in placement if spec.sharding.get(t) is ShardingType.DATA_PARALLEL)),
         store_host=spec.store_host,
         store_port=spec.store_port,

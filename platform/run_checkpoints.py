@@ -5,14 +5,14 @@ Called from the controller's thread and from those of its executor; what they sh
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, TypeVar
 
 from shoal.actors.messages import BlockSet, SnapshotPart
 from shoal.actors.shard_host import Restore
 from shoal.kernels import faults
 from shoal.kernels.errors import CheckpointError
-from shoal.kernels.spec import TableSpec
+from shoal.kernels.spec import TableSpec, WireCodecs
 from shoal.platform.chain import CheckpointState, decide_base
 from shoal.platform.checkpoint import collect, complete, decide_resume, list_checkpoints
 from shoal.platform.epochs import claim_epoch, epoch_first_steps, newest_epoch
@@ -48,7 +48,12 @@ class RunCheckpoints:
     @property
     def sharding(self) -> Mapping[str, ShardingType]:
         """How each of the model's tables is cut over workers."""
-        return _Sharding(self)
+        return _ByTable(self, self.plan.sharding)
+
+    @property
+    def codecs(self) -> Mapping[str, WireCodecs]:
+        """How the rows and gradients of each of the model's tables travel."""
+        return _ByTable(self, self.plan.codecs)
 
     def choose(self, policy: str | int, refused: frozenset[CheckpointName]) -> str | None:
         """Choose the checkpoint to start from; why this one, None where there was nothing to choose from.
@@ -124,16 +129,19 @@ class RunCheckpoints:
         return None
 
 
-class _Sharding(Mapping[str, ShardingType]):
-    """The sharding of the tables that are known by the time somebody asks."""
+_Choice = TypeVar("_Choice")
 
-    def __init__(self, checkpoints: RunCheckpoints) -> None:
-        self._checkpoints = checkpoints
+
+class _ByTable(Mapping[str, _Choice]):
+    """What the job chooses for each of the tables that are known by the time somebody asks."""
+
+    def __init__(self, checkpoints: RunCheckpoints, choose: Callable[[TableSpec], _Choice]) -> None:
+        self._checkpoints, self._choose = checkpoints, choose
         self._tables: Sequence[TableSpec] = ()
         self._specs: dict[str, TableSpec] = {}
 
-    def __getitem__(self, table: str) -> ShardingType:
-        return self._checkpoints.plan.sharding(self._by_name()[table])
+    def __getitem__(self, table: str) -> _Choice:
+        return self._choose(self._by_name()[table])
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._by_name())

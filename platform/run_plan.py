@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from shoal.actors.worker_spec import WorkerSpec
-from shoal.kernels.spec import TableSpec
+from shoal.kernels.spec import TableSpec, WireCodecs
 from shoal.platform.config import ScalingConfig
 from shoal.platform.config_failure import FailureConfig
 from shoal.platform.placement import ShardingType
@@ -27,6 +27,7 @@ class RunPlan:
     storage: Storage
     steps_total: int
     sharding: Callable[[TableSpec], ShardingType]
+    codecs: Callable[[TableSpec], WireCodecs] = lambda table: WireCodecs()
     resume: str | int = "auto"
     #: Called once the run is accepted: its checkpoint is chosen, and its data is what it was.
     record: Callable[[], None] = lambda: None

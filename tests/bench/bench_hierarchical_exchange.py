@@ -24,7 +24,7 @@ from shoal.kernels.hashing import row_blocks
 from shoal.kernels.plan import StepPlan
 from shoal.kernels.row_exchange import FlatRows, HierarchicalRows, RowExchange, host_numbers
 from shoal.kernels.rowstore import RowStore
-from shoal.kernels.spec import FeatureSpec, OptimizerKind, OptimizerSpec, TableSpec
+from shoal.kernels.spec import Codec, FeatureSpec, OptimizerKind, OptimizerSpec, TableSpec, WireCodecs
 
 HOSTS = (0, 0, 1, 1)
 NUM_IDS, DIM, BAGS, POOLING, NUM_BLOCKS = 1_000_000, 64, 1024, 8, 64
@@ -60,7 +60,7 @@ def ids_of(rank: int, batch: int, alpha: float) -> np.ndarray:
 class Side:
     """One rank's embedding step over one way of rows."""
 
-    def __init__(self, groups: Any, *, is_hierarchical: bool) -> None:
+    def __init__(self, groups: Any, *, is_hierarchical: bool, codec: Codec = Codec.FP32) -> None:
         spec = groups.spec
         numbers = host_numbers(spec.hosts)
         store = RowStore([table()], undo_steps=0)
@@ -69,6 +69,7 @@ class Side:
         self.plan = StepPlan(
             store, [table()], [FeatureSpec(name="f", table=0, collection=0)], [owners()],
             rank=spec.rank, world_size=spec.world_size, hosts=numbers if is_hierarchical else (),
+            codecs=[WireCodecs(codec, codec)],
         )  # fmt: skip
         identity = Identity(
             run=1, epoch=spec.epoch, rank=spec.rank, world_size=spec.world_size, plan_hash=self.plan.hash

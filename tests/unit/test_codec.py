@@ -7,7 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shoal.kernels.codec import Codec, decode, encode, encoded_bytes, error_bound, round_trip_reference
+from shoal.kernels.codec import decode, encode, encoded_bytes, error_bound, round_trip_reference
+from shoal.kernels.spec import Codec
 
 LOSSY = [Codec.FP16, Codec.BF16, Codec.INT8]
 WIDTHS = [1, 3, 4, 8, 13, 64, 130]

@@ -24,7 +24,15 @@ from shoal.kernels.frame import Identity, Kind
 from shoal.kernels.plan import StepPlan
 from shoal.kernels.row_exchange import Carriers, FlatRows, HierarchicalRows, host_numbers
 from shoal.kernels.rowstore import RowStore
-from shoal.kernels.spec import FeatureSpec, OptimizerKind, OptimizerSpec, PoolingType, TableSpec
+from shoal.kernels.spec import (
+    Codec,
+    FeatureSpec,
+    OptimizerKind,
+    OptimizerSpec,
+    PoolingType,
+    TableSpec,
+    WireCodecs,
+)
 
 HOSTS = ["ab", "aab", "aaab", "aabb", "abab", "aaabbc", "abcabcc"]
 
@@ -64,6 +72,7 @@ class _Ranks:
         is_hierarchical: bool = False,
         mirrored: tuple[int, ...] = (),
         new_view_after: int = 0,
+        codec: Codec = Codec.FP32,
     ) -> None:
         world, tables = len(hosts), _tables()
         numbers = host_numbers(hosts)
@@ -81,6 +90,7 @@ class _Ranks:
             plan = StepPlan(
                 store, tables, _FEATURES, placement, rank=rank, world_size=world,
                 hosts=numbers if is_hierarchical else (), mirrored=mirrored,
+                codecs=[WireCodecs(codec, codec)] * len(tables),
             )  # fmt: skip
             identity = Identity(run=1, epoch=0, rank=rank, world_size=world, plan_hash=plan.hash)
             exchange = Exchange(ThreadTransport(switch, rank, world, frozenset(near[rank])), identity)
@@ -183,6 +193,24 @@ def test_s6_the_number_of_collectives_is_constant() -> None:
     assert per_step == {5.0}  # header, merged header, ids, values, gradients; three more among a host's ranks
 
 
+@pytest.mark.parametrize("codec", [Codec.FP16, Codec.BF16, Codec.INT8])
+@pytest.mark.parametrize("hosts", ["ab", "aabb", "aaab"])
+@pytest.mark.parametrize("is_hierarchical", [False, True])
+def test_s5_placement_does_not_change_bits_whatever_the_codec(hosts: str, is_hierarchical: bool, codec: Codec) -> None:
+    """A rank's own rows and gradients are rounded as those that travel; a host's sums as a relay rounds them."""
+    batches = _batches(hosts, 21)
+    exact = _Ranks(hosts, _placement(len(hosts), 22), batches)
+    runs = [
+        _Ranks(hosts, _placement(len(hosts), seed), batches, is_hierarchical=is_hierarchical, codec=codec)
+        for seed in (22, 23)
+    ]
+    assert runs[0].rows == runs[1].rows
+    for a, b, near in zip(runs[0].outputs, runs[1].outputs, exact.outputs):
+        assert all(torch.equal(x, y) for x, y in zip(a, b))
+        assert all(float((x - y).abs().max()) < 0.05 for x, y in zip(a, near) if x.numel())
+    assert runs[0].rows != exact.rows
+
+
 @pytest.mark.parametrize("is_hierarchical", [False, True])
 def test_promise_2_a_data_parallel_table_gives_the_same_bits_as_a_sharded_one(is_hierarchical: bool) -> None:
     hosts = "aab"
@@ -220,9 +248,7 @@ def test_changed_rows_that_cannot_be_are_refused(noise: bytes, claim: int) -> No
         return  # a section without changes
     ctypes.memmove(section.ctypes.data, claim.to_bytes(8, "little", signed=True), 8)
     with pytest.raises(ProtocolError, match="rank 1"):
-        plan.read_mirrors(
-            np.array([0, section.ctypes.data], np.int64), np.array([0, len(section)], np.int64)
-        )
+        plan.read_mirrors(np.array([0, section.ctypes.data], np.int64), np.array([0, len(section)], np.int64))
 
 
 @given(st.lists(st.integers(0, 3), min_size=1, max_size=9))
