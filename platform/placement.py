@@ -246,7 +246,7 @@ class _Placing:
             table=spec.name,
             sharding=sharding_of(spec, self.sharding),
             owners=tuple(self.owners[spec.name]),
-            bytes_per_worker=tuple(size * counts[rank] // spec.num_blocks for rank in self.everybody),
+            bytes_per_worker=tuple([size * counts.get(rank, 0) // spec.num_blocks for rank in self.everybody]),
             reason=self.reasons[spec.name],
         )
 
