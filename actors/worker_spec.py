@@ -43,7 +43,7 @@ class ElasticSpec:
     form_timeout_s: float = 30.0
     copy_timeout_s: float = 60.0
     #: F7: without a poll for this long nothing is written to storage.
-    write_lease_s: float = 30.0
+    write_lease_s: float = 5.0
     #: F8: without a poll for this long all ranks park at one named step; for that long, the worker ends.
     lease_s: float = 60.0
     orphan_s: float = 300.0

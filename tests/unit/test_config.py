@@ -97,7 +97,7 @@ def test_wrong_type_names_field_value_and_what_is_allowed(build, words):
         ({"scaling": ScalingConfig(num_workers=(0, 4))}, ["scaling.num_workers", "min must be >= 1"]),
         ({"run": failure(on_loss="standby")}, ["run.failure.num_standby", "at least one"]),
         ({"run": failure(num_standby=2)}, ["run.failure.num_standby", "on_loss standby"]),
-        ({"run": failure(orphan_s=10)}, ["run.failure.lease_s", "30, 60, 10"]),
+        ({"run": failure(orphan_s=10)}, ["run.failure.lease_s", "5, 60, 10"]),
         ({"run": failure(max_failures=-2)}, ["run.failure.max_failures", ">= -1"]),
         ({"run": failure(protect_every_steps=0)}, ["run.failure.protect_every_steps", ">= 1"]),
         ({"scaling": ScalingConfig(num_workers=-1)}, ["scaling.num_workers", ">= 0"]),
