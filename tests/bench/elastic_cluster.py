@@ -12,7 +12,7 @@ import shutil
 import signal
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,11 +28,9 @@ QUIET = {
 }
 os.environ.update(QUIET)
 # Workers import what their spec names (elastic_steps); raylets hand their environment on to them.
-os.environ["PYTHONPATH"] = os.pathsep.join(
-    filter(None, (str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")))
-)
+os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (str(Path(__file__).parent), os.environ.get("PYTHONPATH", ""))))
 
-_STORE_BYTES = 150 * 2**20
+STORE_BYTES = 150 * 2**20
 
 
 class BenchCluster:
@@ -45,7 +43,7 @@ class BenchCluster:
         # Unix sockets of Ray have paths of at most 107 bytes.
         self.temp = tempfile.mkdtemp(prefix="sb-", dir="/tmp")
         head = {
-            "num_cpus": 0, "include_dashboard": False, "object_store_memory": _STORE_BYTES, "temp_dir": self.temp,
+            "num_cpus": 0, "include_dashboard": False, "object_store_memory": STORE_BYTES, "temp_dir": self.temp,
         }  # fmt: skip
         self._cluster = Cluster(initialize_head=True, head_node_args=head)
         self.nodes = [self._add() for _ in range(num_nodes)]
@@ -53,7 +51,7 @@ class BenchCluster:
         ray.init(address=self.address, log_to_driver=False, namespace="shoal", logging_level="ERROR")
 
     def _add(self) -> Any:
-        return self._cluster.add_node(num_cpus=1, object_store_memory=_STORE_BYTES, wait=False)
+        return self._cluster.add_node(num_cpus=1, object_store_memory=STORE_BYTES, wait=False)
 
     @property
     def address(self) -> str:
@@ -77,8 +75,7 @@ class BenchCluster:
         """SIGKILL everything of a node at once; returns when."""
         pids = node_pids(node)
         when = time.time()
-        for pid in pids:
-            _signal(pid, signal.SIGKILL)
+        signal_pids(pids, signal.SIGKILL)
         self.nodes.remove(node)
         return when
 
@@ -94,8 +91,7 @@ class BenchCluster:
         with contextlib.suppress(Exception):
             ray.shutdown()
         for node in self.nodes:  # what is frozen would not end
-            for pid in node_pids(node):
-                _signal(pid, signal.SIGCONT)
+            signal_pids(node_pids(node), signal.SIGCONT)
         with contextlib.suppress(Exception):
             self._cluster.shutdown()
         shutil.rmtree(self.temp, ignore_errors=True)
@@ -126,8 +122,7 @@ def signal_node(node: Any, number: int) -> float:
     """Send a signal (SIGSTOP, SIGCONT) to everything of a node; returns when."""
     pids = node_pids(node)
     when = time.time()
-    for pid in pids:
-        _signal(pid, number)
+    signal_pids(pids, number)
     return when
 
 
@@ -138,9 +133,11 @@ def signal_process(pid: int, number: int) -> float:
     return when
 
 
-def _signal(pid: int, number: int) -> None:
-    with contextlib.suppress(ProcessLookupError):
-        os.kill(pid, number)
+def signal_pids(pids: Sequence[int], number: int) -> None:
+    """Send a signal to those that are still there."""
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, number)
 
 
 def descendants(pid: int) -> list[int]:

@@ -22,6 +22,11 @@ def _name(host: int) -> str:
     return f"shoal{os.getpid() % 10_000}h{host}"
 
 
+def outside_link(name: str) -> str:
+    """The device on the bridge that a host's traffic passes; with it down the host is cut off."""
+    return f"{name}o"
+
+
 def address_of(host: int) -> str:
     """Address of a host, for its ranks to listen on."""
     return f"{_SUBNET}.{host + 1}"
@@ -36,7 +41,7 @@ def two_hosts(num_hosts: int = 2) -> Iterator[list[str]]:
         _run("ip", "addr", "add", f"{PARENT_ADDRESS}/24", "dev", bridge)
         _run("ip", "link", "set", bridge, "up")
         for host, name in enumerate(names):
-            outside = f"{name}o"
+            outside = outside_link(name)
             _run("ip", "netns", "add", name)
             _run("ip", "link", "add", outside, "type", "veth", "peer", "name", "eth0", "netns", name)
             _run("ip", "link", "set", outside, "master", bridge, "up")
