@@ -34,9 +34,9 @@ RATE, ALPHA, ROUNDS = 200, 1.05, 8
 SEEDS = range(5)
 EXPECTATION = (
     f"A row of {DIM} columns takes 256, 128, 128 and 68 bytes as fp32, fp16, bf16 and int8, and crosses as values and "
-    "as gradients; its id (4 bytes) does not shrink: 516 / 140 = 3.7x fewer bytes with int8. Time follows the bytes while "
-    "the network is the bound. 256 levels a row are finer than what one step of training changes, so AUC moves within "
-    "the spread of the seeds."
+    "as gradients; its id (4 bytes) does not shrink: 516 / 140 = 3.7x fewer bytes with int8. Time follows the bytes "
+    "while the network is the bound. 256 levels a row are finer than what one step of training changes, so AUC moves "
+    "within the spread of the seeds."
 )
 BYTES_TARGET = 2.5
 

@@ -21,6 +21,7 @@ from shoal.actors.session import Session
 from shoal.actors.sharded import describe_model
 from shoal.jobs.models.dlrm import DLRM
 from shoal.jobs.workloads import IdWorkload
+from shoal.kernels.column_blocks import column_widths, cut_columns
 from shoal.kernels.exchange import Exchange, Identity
 from shoal.kernels.jagged import KeyedJaggedTensor
 from shoal.kernels.plan import StepPlan
@@ -58,9 +59,11 @@ class ShippedDense(nn.Module):
 
 
 class ShoalRank:
-    """One rank: model, store, plan, exchange and session; tables whole on the ranks in turn (table-wise).
+    """One rank: model, store, plan, exchange and session; tables whole on the ranks in turn (table-wise), or the
+    ``column_blocks`` of each.
 
     ``store_port`` is that of a TCPStore that all ranks can reach; ``epoch`` tells several sessions of a run apart.
+    ``optimizer_scope`` as in a job's config: TorchRec's is "shard".
     """
 
     def __init__(
@@ -71,6 +74,9 @@ class ShoalRank:
         world_size: int,
         store_port: int,
         epoch: int,
+        *,
+        column_blocks: int = 1,
+        optimizer_scope: str = "table",
     ) -> None:
         configs = [
             EmbeddingBagConfig(
@@ -84,9 +90,13 @@ class ShoalRank:
         torch.manual_seed(0)
         with lazy_tables():
             self.model = make_model(workload, EmbeddingBagCollection(configs))
-        tables = describe_model(
-            self.model, lambda c: table_spec(c, seed=table_seed(0, c.name), optimizer=ROWWISE_ADAGRAD), {}
-        )
+
+        def make_spec(config: Any) -> Any:
+            spec = table_spec(config, seed=table_seed(0, config.name), optimizer=ROWWISE_ADAGRAD)
+            widths = column_widths(spec.embedding_dim, column_blocks, table=spec.name)
+            return cut_columns(spec, widths, has_own_statistic=optimizer_scope == "shard")
+
+        tables = describe_model(self.model, make_spec, {})
         self._groups = form(
             GroupSpec(run="bench", epoch=epoch, rank=rank, hosts=("h",) * world_size, store_port=store_port)
         )

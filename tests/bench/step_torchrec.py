@@ -41,9 +41,9 @@ class Raw:
 
 
 class TorchRecModel:
-    """A DistributedModelParallel DLRM, table-wise over Gloo, row-wise Adagrad fused in backward."""
+    """A DistributedModelParallel DLRM, of one sharding type over Gloo, row-wise Adagrad fused in backward."""
 
-    def __init__(self, workload: IdWorkload, world_size: int) -> None:
+    def __init__(self, workload: IdWorkload, world_size: int, sharding_type: str = "table_wise") -> None:
         import torchrec
         from torchrec.distributed import DistributedModelParallel
         from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
@@ -69,7 +69,13 @@ class TorchRecModel:
         sharders = [EmbeddingBagCollectionSharder()]
         planner = EmbeddingShardingPlanner(
             topology=Topology(world_size=world_size, compute_device="cpu"),
-            constraints={table.name: ParameterConstraints(sharding_types=["table_wise"]) for table in tables},
+            constraints={
+                # Two column shards where the columns are cut.
+                table.name: ParameterConstraints(
+                    sharding_types=[sharding_type], min_partition=workload.embedding_dim // 2
+                )
+                for table in tables
+            },
         )
         plan = planner.collective_plan(model, sharders, dist.group.WORLD)
         self._dlrm = model.model
