@@ -26,7 +26,7 @@ from shoal.actors.phases import PhaseClock
 from shoal.actors.sharded import ModelTables
 from shoal.kernels import faults
 from shoal.kernels.dense_reduce import DenseReducer
-from shoal.kernels.errors import DataError, NonFiniteError, PeerError, ProtocolError, ShoalError
+from shoal.kernels.errors import ConfigError, DataError, NonFiniteError, PeerError, ProtocolError, ShoalError
 from shoal.kernels.exchange import Exchange, Headers, raise_for_status
 from shoal.kernels.frame import Flag, Kind, Status
 from shoal.kernels.jagged import KeyedJaggedTensor
@@ -74,6 +74,14 @@ class _Round:
     outputs: list[Tensor] = dataclasses.field(default_factory=list)
     #: Gradients of ``outputs`` when per-sample weights want theirs, else None: they are in ``outputs[i].grad``.
     grads: list[Tensor] | None = None
+
+
+@dataclasses.dataclass
+class _MicroBatch:
+    """A part of the step's batch that the model sees at present: leaves of its own, whose gradients lie in the round's."""
+
+    kjt: KeyedJaggedTensor
+    outputs: list[Tensor]
 
 
 class _WeightedLookup(torch.autograd.Function):
@@ -124,6 +132,7 @@ class Session:
         self._dense_reducer: DenseReducer | None = None
         self._free: list[Lookup] = []
         self._rounds: list[_Round] = []
+        self._micro: _MicroBatch | None = None
         self._columns: dict[tuple[tuple[str, ...], bool, int | None], tuple[np.ndarray, frozenset[int]]] = {}
         self._step = -1
         self._is_training = False
@@ -208,8 +217,47 @@ class Session:
             raise ProtocolError(f"the dense state differs between ranks at step {step}: {headers.control.tolist()}")
         return headers
 
+    def narrow(self, kjt: KeyedJaggedTensor, start: int, stop: int) -> None:
+        """Samples [start, stop) of the step's batch, ``kjt``, are what the model runs on next (a micro-batch).
+
+        The step's rows are there already; gradients of all micro-batches add up in their order, and ``end`` sends them
+        once: a step of several micro-batches is one batch, tables included.
+        """
+        round_ = self._rounds[0]
+        if round_.grads is None:
+            round_.outputs = [output.detach() for output in round_.outputs]
+            round_.grads = [torch.zeros_like(output) for output in round_.outputs]
+        weights = round_.kjt.weights_or_none()
+        if weights is not None and weights.requires_grad:
+            raise ConfigError("per-sample weights that are learned need train.gradient_accumulation_steps 1")
+        parts = []
+        for spec, output, grad in zip(self.plan.outputs, round_.outputs, round_.grads):
+            first, last = start, stop
+            if spec.is_sequence:
+                first, last = self._positions(round_.kjt, self.plan.features[spec.features[0]].name, start, stop)
+            part = output[first:last].requires_grad_(True)
+            part.grad = grad[first:last]
+            parts.append(part)
+        self._micro = _MicroBatch(kjt, parts)
+
+    @staticmethod
+    def _positions(kjt: KeyedJaggedTensor, feature: str, start: int, stop: int) -> tuple[int, int]:
+        """Where the ids of samples [start, stop) of a feature lie among the feature's."""
+        if feature not in kjt.keys():
+            return 0, 0  # of a collection that takes no part
+        first = kjt.keys().index(feature) * kjt.stride()
+        begin, *bounds = (int(kjt.offsets()[first + sample]) for sample in (0, start, stop))
+        return bounds[0] - begin, bounds[1] - begin
+
     def _lookup(self, collection: int, kjt: KeyedJaggedTensor) -> list[Tensor]:
         """Called by an attached collection's forward: the prepared outputs, or a lookup of its own."""
+        if self._micro is not None:
+            if self._micro.kjt is not kjt or collection not in self._rounds[0].collections:
+                raise ConfigError(
+                    "a model that computes its KeyedJaggedTensor cannot run on micro-batches: its rows are looked up "
+                    "once per step, from the batch; set train.gradient_accumulation_steps to 1"
+                )
+            return self._of_collection(self._micro.outputs, collection)
         for round_ in self._rounds:
             if round_.kjt is kjt and collection in round_.collections:
                 return self._outputs_of(round_, collection)
@@ -217,7 +265,10 @@ class Session:
         return self._outputs_of(self._rounds[-1], collection)
 
     def _outputs_of(self, round_: _Round, collection: int) -> list[Tensor]:
-        return [t for spec, t in zip(self.plan.outputs, round_.outputs) if spec.collection == collection]
+        return self._of_collection(round_.outputs, collection)
+
+    def _of_collection(self, outputs: Sequence[Tensor], collection: int) -> list[Tensor]:
+        return [t for spec, t in zip(self.plan.outputs, outputs) if spec.collection == collection]
 
     def _run_lookup(
         self,
@@ -314,6 +365,7 @@ class Session:
         Returns: whether the step was applied, and whose numbers were not finite.
         """
         self.clock.start()
+        self._micro = None
         if self._decides:
             self._decide(error)
         grads = [self._grads_of(round_) for round_ in self._rounds]
@@ -419,6 +471,7 @@ class Session:
     # ---- parts ----------------------------------------------------------------------------------------------------
 
     def _discard_rounds(self) -> None:
+        self._micro = None
         if self._rounds:
             lookups = [round_.lookup for round_ in self._rounds]
             self.plan.discard(lookups)

@@ -56,6 +56,8 @@ class LoopSpec:
     checkpoint_every_steps: int | None = None
     checkpoint_at_end: bool = True
     max_skipped_steps: int = 0
+    #: Micro-batches of a step: the model runs on one after the other, rows are fetched and updated once.
+    accumulation_steps: int = 1
     #: Steps of one evaluation; 0: there is no evaluation data.
     eval_steps: int = 0
     #: How long ranks wait for each other at a checkpoint: one may still be writing the previous one.
@@ -301,21 +303,36 @@ class Trainer:
         try:
             self.dense.zero_grad()
             self.model.train()
-            losses, predictions = split_outputs(self.model(batch), len(batch))
-            # A sum over all ranks' weights as denominator makes the result independent of how samples are spread.
-            loss = (losses * weights).sum() / (head.loss_weight or 1.0)
-            is_finite = bool(torch.isfinite(loss))
-            if is_finite and loss.requires_grad:
-                loss.backward()
-                self.dense.rebind_grads()
-            clock.mark("dense")
-            self._window.add_loss(float(loss.detach()) if is_finite else 0.0)
-            if predictions is not None and is_finite:
-                self._count(self.metrics, predictions.detach(), batch, head.step)
-            clock.mark("metrics")
+            parts = self.spec.accumulation_steps
+            if parts == 1:
+                return self._run_model(batch, weights, head), None
+            is_finite, size = True, len(batch)
+            for part in range(parts):
+                start, stop = size * part // parts, size * (part + 1) // parts
+                micro = batch.slice(start, stop)
+                self.session.narrow(micro.sparse_features, start, stop)
+                torch.manual_seed(_mix(self.spec.seed, head.step * parts + part, self.rank))
+                is_finite &= self._run_model(micro, weights[start:stop], head)
             return is_finite, None
         except Exception as error:  # the rank stays in the protocol; session.end raises it on all ranks
             return True, error
+
+    def _run_model(self, batch: Batch, weights: Tensor, head: StepHead) -> bool:
+        """Forward, backward and metrics of a batch or micro-batch; whether its loss was finite."""
+        clock = self.session.clock
+        losses, predictions = split_outputs(self.model(batch), len(batch))
+        # A sum over all ranks' weights as denominator makes the result independent of how samples are spread.
+        loss = (losses * weights).sum() / (head.loss_weight or 1.0)
+        is_finite = bool(torch.isfinite(loss))
+        if is_finite and loss.requires_grad:
+            loss.backward()
+            self.dense.rebind_grads()
+        clock.mark("dense")
+        self._window.add_loss(float(loss.detach()) if is_finite else 0.0)
+        if predictions is not None and is_finite:
+            self._count(self.metrics, predictions.detach(), batch, head.step)
+        clock.mark("metrics")
+        return is_finite
 
     # ---- boundaries -----------------------------------------------------------------------------------------------
 

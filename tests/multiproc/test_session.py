@@ -73,3 +73,23 @@ def test_hierarchical_exchange_and_a_data_parallel_table_equal_plain_torch(hosts
     )
     for (name, optimizer), outcome in zip(OPTIMIZERS.items(), outcomes):
         assert_close(outcome, oracles[name], optimizer)
+
+
+@pytest.mark.parametrize(("num_workers", "parts"), [(1, (2, 8)), (2, (1, 3, 8)), (3, (4,))])
+@pytest.mark.timeout(400)
+def test_micro_batches_equal_one_batch_in_as_many_collectives(num_workers, parts, source, oracles, tmp_path):
+    """Issue 4.4, S6: gradients of all micro-batches add up, rows are fetched and updated once."""
+    names = ("rowwise_adagrad", "adam")
+    cases = [(name, part) for name in names for part in parts]
+    specs = [
+        parity.worker_spec(
+            f"m{name}{part}", source, OPTIMIZERS[name], tmp_path, checkpoint_at_end=False, accumulation_steps=part
+        )
+        for name, part in cases
+    ]
+    outcomes = worlds.run_world(num_workers, specs)
+    for (name, _), outcome in zip(cases, outcomes):
+        assert_close(outcome, oracles[name], OPTIMIZERS[name])
+    assert len({outcome.collectives for outcome in outcomes}) == 1
+    # Every sample is counted once, as fixed-point weights.
+    assert len({int(outcome.metrics["bins"].sum()) for outcome in outcomes[: len(parts)]}) == 1

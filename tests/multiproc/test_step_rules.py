@@ -226,6 +226,13 @@ def test_losses_of_the_wrong_shape_are_refused_with_the_fix(source, tmp_path):
     assert "reduction='none'" in (outcome.errors[0] or "")
 
 
+def test_a_model_that_looks_up_features_of_its_own_cannot_run_on_micro_batches(source, tmp_path):
+    spec = parity.worker_spec("own", source, SGD, tmp_path, model=TwoLookups, checkpoint_at_end=False)
+    spec = dataclasses.replace(spec, loop=dataclasses.replace(spec.loop, accumulation_steps=2))
+    (outcome,) = run(0, spec)
+    assert "gradient_accumulation_steps" in (outcome.errors[0] or "")
+
+
 class MeanLoss(parity.TinyModel):
     def forward(self, batch):
         losses, _ = super().forward(batch)
