@@ -78,7 +78,7 @@ class _Round:
 
 @dataclasses.dataclass
 class _MicroBatch:
-    """A part of the step's batch that the model sees at present: leaves of its own, whose gradients lie in the round's."""
+    """A part of the step's batch that the model sees now: leaves of its own, whose gradients lie in the round's."""
 
     kjt: KeyedJaggedTensor
     outputs: list[Tensor]
@@ -243,9 +243,10 @@ class Session:
     @staticmethod
     def _positions(kjt: KeyedJaggedTensor, feature: str, start: int, stop: int) -> tuple[int, int]:
         """Where the ids of samples [start, stop) of a feature lie among the feature's."""
-        if feature not in kjt.keys():
+        keys = kjt.keys()
+        if feature not in keys:
             return 0, 0  # of a collection that takes no part
-        first = kjt.keys().index(feature) * kjt.stride()
+        first = keys.index(feature) * kjt.stride()
         begin, *bounds = (int(kjt.offsets()[first + sample]) for sample in (0, start, stop))
         return bounds[0] - begin, bounds[1] - begin
 

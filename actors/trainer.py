@@ -23,6 +23,7 @@ from shoal.actors.dense import DenseReplica, DenseSnapshot
 from shoal.actors.feed import BatchSource
 from shoal.actors.messages import Progress, WorkerPhase
 from shoal.actors.phases import StepWindow
+from shoal.actors.precision import Precision, autocast, warn_if_slow
 from shoal.actors.session import NO_FLAGS, Session, StepHead, non_finite_error
 from shoal.kernels import faults
 from shoal.kernels.batch import Batch
@@ -56,6 +57,8 @@ class LoopSpec:
     checkpoint_every_steps: int | None = None
     checkpoint_at_end: bool = True
     max_skipped_steps: int = 0
+    #: fp32 or bf16, of the dense part.
+    precision: Precision = "fp32"
     #: Micro-batches of a step: the model runs on one after the other, rows are fetched and updated once.
     accumulation_steps: int = 1
     #: Steps of one evaluation; 0: there is no evaluation data.
@@ -138,6 +141,8 @@ class Trainer:
         self.is_stopped = False
         # What a resumed run starts from is saved already.
         self.last_checkpoint = start_step if start_step else -1
+        if self.rank == 0:
+            warn_if_slow(spec.precision)
 
     @property
     def rank(self) -> int:
@@ -320,7 +325,9 @@ class Trainer:
     def _run_model(self, batch: Batch, weights: Tensor, head: StepHead) -> bool:
         """Forward, backward and metrics of a batch or micro-batch; whether its loss was finite."""
         clock = self.session.clock
-        losses, predictions = split_outputs(self.model(batch), len(batch))
+        with autocast(self.spec.precision):
+            losses, predictions = split_outputs(self.model(batch), len(batch))
+        losses = losses.float()
         # A sum over all ranks' weights as denominator makes the result independent of how samples are spread.
         loss = (losses * weights).sum() / (head.loss_weight or 1.0)
         is_finite = bool(torch.isfinite(loss))
@@ -330,7 +337,7 @@ class Trainer:
         clock.mark("dense")
         self._window.add_loss(float(loss.detach()) if is_finite else 0.0)
         if predictions is not None and is_finite:
-            self._count(self.metrics, predictions.detach(), batch, head.step)
+            self._count(self.metrics, predictions.detach().float(), batch, head.step)
         clock.mark("metrics")
         return is_finite
 
@@ -376,10 +383,11 @@ class Trainer:
         with torch.no_grad():
             self.model.eval()
             self.session.begin(step, batch.sparse_features, is_training=False, loss_weight=0.0, error=error)
-            _, predictions = split_outputs(self.model(batch), len(batch))
+            with autocast(self.spec.precision):
+                _, predictions = split_outputs(self.model(batch), len(batch))
         if predictions is None:
             raise ConfigError("the model returns losses only; return (losses, predictions) to evaluate it")
-        self._count(metrics, predictions, batch, 0)
+        self._count(metrics, predictions.float(), batch, 0)
 
     def _count(self, metrics: BinaryMetrics, predictions: Tensor, batch: Batch, step: int) -> None:
         """Count a batch into ``metrics``, until a label shows that they do not apply: they are for labels in [0, 1]."""

@@ -280,8 +280,11 @@ class TrainConfig(Config):
     log_every_steps: int = bounded(50, low=1)
     """Steps between progress records: console line, TensorBoard, events."""
     gradient_accumulation_steps: int = bounded(1, low=1, high=1024)
-    """Micro-batches of a step: a worker runs the model on one after the other and keeps the activations of one at a time.
-    data.batch_size stays what one update is made of; rows are fetched, and gradients exchanged, once per step."""
+    """Micro-batches of a step: a worker runs the model on one after the other and keeps the activations of one at a
+    time. data.batch_size stays what one update is made of; rows are fetched, and gradients exchanged, once per step."""
+    precision: Literal["fp32", "bf16"] = "fp32"
+    """Of the dense part: ``bf16`` runs the model under torch's autocast. Parameters, optimizers, rows and losses stay
+    fp32."""
     max_skipped_steps: int = bounded(0, low=0)
     """Steps with a NaN or infinite loss or gradient that are skipped, on all ranks, before the run stops."""
     num_threads: int | None = bounded(None, low=1, high=1024)

@@ -233,6 +233,17 @@ def test_a_model_that_looks_up_features_of_its_own_cannot_run_on_micro_batches(s
     assert "gradient_accumulation_steps" in (outcome.errors[0] or "")
 
 
+def test_bf16_for_the_dense_part_stays_close_to_fp32_and_keeps_its_state_in_fp32(source, tmp_path):
+    spec = parity.worker_spec("precise", source, SGD, tmp_path, checkpoint_at_end=False)
+    half = dataclasses.replace(spec, run="half", loop=dataclasses.replace(spec.loop, precision="bf16"))
+    exact, rounded = run(0, spec, half)
+    assert rounded.errors == [None]
+    for name, value in exact.dense.items():
+        assert rounded.dense[name].dtype == value.dtype
+        np.testing.assert_allclose(rounded.dense[name], value, atol=0.02)
+    assert any((rounded.dense[name] != value).any() for name, value in exact.dense.items())
+
+
 class MeanLoss(parity.TinyModel):
     def forward(self, batch):
         losses, _ = super().forward(batch)
