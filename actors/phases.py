@@ -51,6 +51,7 @@ class StepWindow:
         self.steps = 0
         self.samples = 0
         self.loss_sum = 0.0
+        self.grad_norms: list[float] = []
         #: Of this rank: ids dropped, ids replaced, and rows or values a data policy acted on.
         self.counts = [0, 0, 0]
         self.started = time.perf_counter()
@@ -67,6 +68,9 @@ class StepWindow:
 
     def add_loss(self, loss: float) -> None:
         self.loss_sum += loss
+
+    def add_grad_norm(self, norm: float) -> None:
+        self.grad_norms.append(norm)
 
     def progress(self, trainer: Trainer, metrics: BinaryMetrics, sums: Sequence[float]) -> Progress:
         """The record of this window; ``sums``: over all ranks of the loss, the rows and ``counts``."""
@@ -88,6 +92,7 @@ class StepWindow:
             "lifetime/auc": metrics.compute()["auc"],
             "rows": num_rows,
             "skipped_steps": float(trainer.skipped_steps),
+            **({"grad_norm": sum(self.grad_norms) / len(self.grad_norms)} if self.grad_norms else {}),
             **dict(zip(COUNTER_NAMES, counts, strict=True)),
             **{f"phase_ms/{name}": 1e3 * seconds / steps for name, seconds in sorted(self.phases.items())},
         }

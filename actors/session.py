@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import ctypes
 import dataclasses
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -60,6 +61,8 @@ class StepEnd:
     is_applied: bool
     #: Ranks whose loss or gradients were not finite.
     non_finite_ranks: tuple[int, ...] = ()
+    #: Norm of all gradients before clipping; None without clipping.
+    grad_norm: float | None = None
 
 
 @dataclasses.dataclass
@@ -354,6 +357,7 @@ class Session:
         error: BaseException | None = None,
         learning_rates: np.ndarray,
         is_finite: bool = True,
+        clip_norm: float | None = None,
     ) -> StepEnd:
         """Close a training step: exchange row and dense gradients, then apply on all ranks, or skip on all.
 
@@ -362,6 +366,7 @@ class Session:
             error: this rank failed in forward or backward; every rank raises because of it.
             is_finite: whether this rank's losses were finite.
             learning_rates: float32 [num tables] of this step.
+            clip_norm: scale all gradients, dense and of rows, so that their global norm is at most this.
 
         Returns: whether the step was applied, and whose numbers were not finite.
         """
@@ -402,7 +407,12 @@ class Session:
             self._discard_rounds()
             self.exchange.applied = self._step
             return StepEnd(is_applied=False, non_finite_ranks=bad)
-        self.plan.apply(lookups, list(sources[: len(lookups)]), self._step + 1, learning_rates)
+        grad_norm = None
+        if clip_norm is None:
+            self.plan.apply(lookups, list(sources[: len(lookups)]), self._step + 1, learning_rates)
+        else:
+            grad_norm, scale = self._clip(lookups, list(sources[: len(lookups)]), dense_grad, clip_norm)
+            self.plan.apply_held(lookups, scale, self._step + 1, learning_rates)
         if self.plan.shares_statistics:
             self._apply_shared(learning_rates)
         faults.reach("step.rows_applied")
@@ -410,7 +420,29 @@ class Session:
         self._rounds = []
         self.exchange.applied = self._step
         self.clock.mark("apply")
-        return StepEnd(is_applied=True)
+        return StepEnd(is_applied=True, grad_norm=grad_norm)
+
+    def _clip(
+        self, lookups: Sequence[Lookup], sources: Sequence[np.ndarray], dense_grad: Tensor | None, clip_norm: float
+    ) -> tuple[float, float]:
+        """(global norm of the summed gradients, factor for all of them), the same on all ranks (S4); scales the dense
+        ones. A row counts once, at its owner; the dense gradients are rank 0's, which all ranks have."""
+        squares = self.plan.hold(lookups, sources)
+        has_dense = dense_grad is not None and self.exchange.identity.rank == 0
+        headers = self.exchange.header(
+            Kind.NORM,
+            self._step,
+            numbers=squares,
+            denominator=float(dense_grad.double().square().sum()) if has_dense else 0.0,  # type: ignore[union-attr]
+            timeout_s=self.exchange.timeout_s + self._start_timeout_s,
+        )
+        rows = sum(int(chunk) << (32 * index) for index, chunk in enumerate(headers.numbers)) / 2**64
+        norm = math.sqrt(rows + headers.denominator)
+        # As torch.nn.utils.clip_grad_norm_ has it.
+        scale = min(1.0, clip_norm / (norm + 1e-6))
+        if dense_grad is not None and scale < 1.0:
+            dense_grad.mul_(scale)
+        return norm, scale
 
     def _apply_shared(self, learning_rates: np.ndarray) -> None:
         """Owners of the column blocks of a row bring their sums of squares together, then update it (S7)."""

@@ -57,6 +57,8 @@ class LoopSpec:
     checkpoint_every_steps: int | None = None
     checkpoint_at_end: bool = True
     max_skipped_steps: int = 0
+    #: Bound of the global norm of a step's gradients; None: not bounded.
+    clip_grad_norm: float | None = None
     #: fp32 or bf16, of the dense part.
     precision: Precision = "fp32"
     #: Micro-batches of a step: the model runs on one after the other, rows are fetched and updated once.
@@ -270,7 +272,10 @@ class Trainer:
             learning_rates=rates.tables(step),
             is_finite=is_finite,
             error=failure,
+            clip_norm=self.spec.clip_grad_norm,
         )
+        if end.grad_norm is not None:
+            self._window.add_grad_norm(end.grad_norm)
         if end.is_applied:
             self.dense.step(rates.dense(step))
         else:

@@ -47,6 +47,7 @@ class Kind(enum.IntEnum):
     BARRIER = 11
     RELAY = 12
     STATISTICS = 13
+    NORM = 14
 
 
 class Status(enum.IntEnum):

@@ -31,7 +31,7 @@ import dataclasses
 import hashlib
 from collections import Counter
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -152,6 +152,7 @@ class StepPlan:
         self.hosts = tuple(hosts)
         self.mirrored = tuple(sorted(mirrored))
         self._has_told = False
+        self._held: Any = None
         self.outputs = tuple(plan_outputs(tables, features))
         self.codecs = tuple(codecs) if codecs is not None else (WireCodecs(),) * len(self.tables)
         self.hash = self._hash()
@@ -234,6 +235,25 @@ class StepPlan:
         self.native.apply(natives, addresses, step, lrs)
         if self._statistics is not None:
             self.statistic_bytes_out, self.statistic_bytes_in = self._statistics.collect(natives, addresses)
+        self.discard(lookups)
+
+    def hold(self, lookups: Sequence[Lookup], sources: Sequence[np.ndarray]) -> list[float]:
+        """Owner: sum each row's gradients as ``apply`` does, and keep the sums until ``apply_held``.
+
+        Returns the sum of their squares in units of 2^-64 as four whole numbers below 2^32, the lowest first: sums of
+        these over ranks are exact, so the norm does not depend on the placement.
+        """
+        if self._held is None:
+            self._held = _core.HeldGradients(self.native)
+        return self._held.collect(self.native, [lookup.native for lookup in lookups], _addresses(sources))
+
+    def apply_held(self, lookups: Sequence[Lookup], scale: float, step: int, lrs: np.ndarray) -> None:
+        """Owner: run the optimizer on the gradients that are held, times ``scale``. Arguments as of ``apply``."""
+        if scale != 1.0:
+            self._held.scale(scale)
+        self._held.apply(self.native, step, lrs)
+        if self._statistics is not None:
+            self.statistic_bytes_out, self.statistic_bytes_in = self._statistics.collect_held(self._held)
         self.discard(lookups)
 
     def write_statistics(self, destinations: np.ndarray) -> None:

@@ -282,6 +282,9 @@ class TrainConfig(Config):
     gradient_accumulation_steps: int = bounded(1, low=1, high=1024)
     """Micro-batches of a step: a worker runs the model on one after the other and keeps the activations of one at a
     time. data.batch_size stays what one update is made of; rows are fetched, and gradients exchanged, once per step."""
+    clip_grad_norm: float | None = bounded(None, low=1e-6)
+    """Scale a step's gradients, dense and of rows together, so that their global norm is at most this; null: never. The
+    norm is that of the unsharded model. It takes one small exchange more a step, and is logged as grad_norm."""
     precision: Literal["fp32", "bf16"] = "fp32"
     """Of the dense part: ``bf16`` runs the model under torch's autocast. Parameters, optimizers, rows and losses stay
     fp32."""

@@ -197,7 +197,9 @@ class _PlainSequences(nn.Module):
         return out
 
 
-def oracle(source: Source, optimizer: OptimizerSpec, num_steps: int, world_for_seed: int = 1) -> dict[str, Any]:
+def oracle(
+    source: Source, optimizer: OptimizerSpec, num_steps: int, *, clip_norm: float | None = None
+) -> dict[str, Any]:
     """Train TinyModel in plain torch on whole global batches: {table: (weights, slots, touched)}, dense tensors."""
     seed = source.order.spec.seed
     torch.manual_seed(seed)
@@ -228,6 +230,8 @@ def oracle(source: Source, optimizer: OptimizerSpec, num_steps: int, world_for_s
         for weight in weights.values():
             weight.grad = None
         loss.backward()
+        if clip_norm is not None:
+            torch.nn.utils.clip_grad_norm_([*model.over.parameters(), *weights.values()], clip_norm)
         dense.step()
         ids = {
             config.name: torch.cat([batch.sparse_features[f].values() for f in config.feature_names])

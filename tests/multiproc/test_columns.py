@@ -69,3 +69,15 @@ def test_hierarchical_exchange_of_column_blocks_equals_plain_torch(hosts, source
         assert outcome.errors == [None] * len(hosts), outcome.errors
         whole = dataclasses.replace(outcome, rows=whole_rows(outcome.rows, blocks_of(spec)))
         assert_close(whole, oracles[name], OPTIMIZERS[name])
+
+
+def test_clipping_counts_all_column_blocks_of_a_row(source, tmp_path):
+    """S4, S7: the norm of the logical table's gradients, before the exchange of sums of squares."""
+    name, clip = "rowwise_adagrad", 0.05
+    spec = cut(
+        parity.worker_spec("clip", source, OPTIMIZERS[name], tmp_path, checkpoint_at_end=False, clip_grad_norm=clip)
+    )
+    (outcome,) = worlds.run_world(2, [spec])
+    assert outcome.errors == [None, None]
+    whole = dataclasses.replace(outcome, rows=whole_rows(outcome.rows, blocks_of(spec)))
+    assert_close(whole, parity.oracle(source, OPTIMIZERS[name], STEPS, clip_norm=clip), OPTIMIZERS[name])

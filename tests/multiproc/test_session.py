@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 from pathlib import Path
 
@@ -93,3 +94,35 @@ def test_micro_batches_equal_one_batch_in_as_many_collectives(num_workers, parts
     assert len({outcome.collectives for outcome in outcomes}) == 1
     # Every sample is counted once, as fixed-point weights.
     assert len({int(outcome.metrics["bins"].sum()) for outcome in outcomes[: len(parts)]}) == 1
+
+
+CLIP = 0.05
+
+
+@pytest.mark.parametrize(
+    ("num_workers", "view"),
+    [(1, {}), (3, {}), (3, {"hosts": "aab", "exchange": "hierarchical", "mirrored": ("user",)})],
+)
+@pytest.mark.timeout(400)
+def test_clipping_by_the_global_norm_equals_the_unsharded_model(num_workers, view, source, tmp_path):
+    """S4: the norm counts every row once, after its gradients are summed, and the dense part once."""
+    names = ("sgd", "rowwise_adagrad")
+    specs = [
+        parity.worker_spec(f"c{n}", source, OPTIMIZERS[n], tmp_path, checkpoint_at_end=False, clip_grad_norm=CLIP)
+        for n in names
+    ]
+    outcomes = worlds.run_world(num_workers, specs, **view)
+    for name, outcome in zip(names, outcomes):
+        assert_close(outcome, parity.oracle(source, OPTIMIZERS[name], STEPS, clip_norm=CLIP), OPTIMIZERS[name])
+        norms = [record.values["grad_norm"] for record in outcome.records if "grad_norm" in record.values]
+        assert norms and max(norms) > CLIP, "nothing was clipped"
+
+
+def test_promise_2_the_norm_does_not_depend_on_the_placement(source, tmp_path):
+    spec = parity.worker_spec("norm", source, OPTIMIZERS["sgd"], tmp_path, checkpoint_at_end=False, clip_grad_norm=CLIP)
+    spread, whole = (
+        worlds.run_world(2, [dataclasses.replace(spec, make_table=parity.MakeTable(OPTIMIZERS["sgd"], 1, blocks))])[0]
+        for blocks in (4, 1)
+    )
+    assert spread.errors == whole.errors == [None, None]
+    assert spread.rows == whole.rows

@@ -235,6 +235,12 @@ void Updater::collect(int t, BlockGradients* out) {
   const std::vector<GradSource>& sources = sources_[t];
   const Table& table = plan_->tables[t];
   const int dim = table.dim;
+  if (sources.empty()) {
+    out->slots.clear();
+    out->ids.clear();
+    out->block_starts.assign(table.owners.size() + 1, 0);
+    return;
+  }
   const bool is_single = sources.size() == 1;  // Then its rows are distinct.
   const Merge& rows = merge_rows(is_single ? std::vector<GradSource>{} : sources, true);
   const uint32_t* slots = is_single ? sources[0].slots : rows.slots.data();

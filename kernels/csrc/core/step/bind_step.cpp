@@ -6,6 +6,7 @@
 
 #include "core/step/apply.h"
 #include "core/step/bind_arrays.h"
+#include "core/step/held.h"
 #include "core/step/lookup.h"
 #include "core/step/mirrors.h"
 #include "core/step/statistics.h"
@@ -205,6 +206,42 @@ std::vector<Lookup*> natives(const std::vector<PyLookup*>& lookups) {
   return result;
 }
 
+// The sum of squares as four floats of 32 bits each, low ones first: sums of those over ranks are exact.
+std::vector<double> chunks(unsigned __int128 value) {
+  std::vector<double> result;
+  for (int i = 0; i < 4; ++i, value >>= 32) result.push_back(static_cast<double>(static_cast<uint32_t>(value)));
+  return result;
+}
+
+void bind_held(nb::module_& m) {
+  nb::class_<HeldGradients>(m, "HeldGradients")
+      .def(nb::init<StepPlan*>(), "plan"_a, nb::keep_alive<1, 2>())
+      .def("collect",
+           [](HeldGradients& self, StepPlan& plan, const std::vector<PyLookup*>& lookups, const Int64s& sources) {
+             if (sources.shape(0) != lookups.size() * plan.world_size)
+               throw std::invalid_argument("collect: sources have the wrong length");
+             unsigned __int128 squares;
+             {
+               nb::gil_scoped_release release;
+               Updater updater(&plan, natives(lookups), sources.data());
+               self.collect(&updater);
+               squares = self.squares();
+             }
+             return chunks(squares);
+           })
+      .def("scale",
+           [](HeldGradients& self, float factor) {
+             nb::gil_scoped_release release;
+             self.scale(factor);
+           })
+      .def("apply", [](HeldGradients& self, StepPlan& plan, uint32_t step, const Floats& lrs) {
+        if (static_cast<int>(lrs.shape(0)) != plan.num_tables())
+          throw std::invalid_argument("apply: one learning rate per table");
+        nb::gil_scoped_release release;
+        self.apply(step, lrs.data());
+      });
+}
+
 void bind_statistics(nb::module_& m) {
   struct PyStatistics {
     StepPlan* plan;
@@ -224,6 +261,15 @@ void bind_statistics(nb::module_& m) {
                nb::gil_scoped_release release;
                Updater updater(self.plan, natives(lookups), sources.data());
                self.statistics.collect(&updater, out.data(), in.data());
+             }
+             return nb::make_tuple(to_numpy(out), to_numpy(in));
+           })
+      .def("collect_held",
+           [](PyStatistics& self, HeldGradients& held) {
+             std::vector<int64_t> out(self.plan->world_size), in(self.plan->world_size);
+             {
+               nb::gil_scoped_release release;
+               self.statistics.collect(&held, out.data(), in.data());
              }
              return nb::make_tuple(to_numpy(out), to_numpy(in));
            })
@@ -326,6 +372,7 @@ void bind_step(nb::module_& m) {
   static PyObject* violation = nb::exception<ProtocolViolation>(m, "ProtocolViolation", PyExc_RuntimeError).ptr();
   (void)violation;
   bind_plan(m);
+  bind_held(m);
   bind_statistics(m);
   bind_lookup(m);
   bind_codec(m);

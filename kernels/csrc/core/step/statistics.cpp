@@ -74,6 +74,20 @@ void SharedStatistics::collect(Updater* updater, int64_t* bytes_out, int64_t* by
       square(t);
     }
   }
+  count_bytes(bytes_out, bytes_in);
+}
+
+void SharedStatistics::collect(HeldGradients* held, int64_t* bytes_out, int64_t* bytes_in) {
+  for (const std::vector<int>& group : groups_) {
+    for (int t : group) {
+      std::swap(rows_[t].sums, *held->table(t));
+      square(t);
+    }
+  }
+  count_bytes(bytes_out, bytes_in);
+}
+
+void SharedStatistics::count_bytes(int64_t* bytes_out, int64_t* bytes_in) const {
   for (int p = 0; p < plan_->world_size; ++p) {
     bytes_out[p] = message_bytes(out_[p]);
     bytes_in[p] = message_bytes(in_[p]);

@@ -13,6 +13,7 @@
 #include <vector>
 
 #include "core/step/apply.h"
+#include "core/step/held.h"
 
 namespace shoal::step {
 
@@ -25,6 +26,8 @@ class SharedStatistics {
   // Sums the gradients of the step's rows of all tables that share a statistic, decay included; the memory that they are
   // read from is not needed afterwards. Returns what this rank will send to and receive from each rank, in bytes.
   void collect(Updater* updater, int64_t* bytes_out, int64_t* bytes_in);
+  // The same of gradients that have been summed already; what is held of these tables is taken.
+  void collect(HeldGradients* held, int64_t* bytes_out, int64_t* bytes_in);
   void write(const int64_t* destinations) const;
   // Updates the rows; the store's step is open. Throws ProtocolViolation, before any row changes, where a message is
   // about other rows than this rank's.
@@ -49,6 +52,7 @@ class SharedStatistics {
   int64_t message_bytes(const std::vector<Part>& parts) const;
   uint64_t message_hash(const std::vector<Part>& parts) const;
   void square(int table);
+  void count_bytes(int64_t* bytes_out, int64_t* bytes_in) const;
   void read(const int64_t* sources);
   void add_up(int table, const std::vector<int>& group);
   void update(int table, uint32_t step, float lr);
