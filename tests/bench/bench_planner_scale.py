@@ -1,6 +1,6 @@
 """How long planning takes: 1,000 tables on 1,024 workers, ours beside the four public greedy planners.
 
-The tables are generated: rows 10^2 to 10^8 and widths 16 to 256 at random, pooling 1 to 50, as industrial models mix them.
+The tables are generated: rows 10^2 to 10^8, widths 16 to 256 and pooling 1 to 50, at random.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from shoal.platform.topology import Topology, uniform_hosts
 
 EXPECTATION = (
     "1,000 tables on 1,024 workers (8 a host) are planned in under 10 s on one core: about 10 options a table, then "
-    "placement, which looks at every worker for every table (10^6 steps), at most nine times. The greedy planners place "
-    "whole tables only: some 10^6 comparisons, well under a second. Balance is not timed: max/mean of loads by our cost."
+    "placement, which looks at every worker for every table (10^6 steps), at most nine times. The greedy planners "
+    "place whole tables only: 10^6 comparisons, about a second. Balance is not timed: max/mean of loads by our cost."
 )
 SIZES = ((100, 16), (1000, 128), (1000, 1024))
 WORKERS_PER_HOST = 8
