@@ -8,10 +8,10 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 
-from shoal.jobs.data_sample import DataSample
 from shoal.kernels.spec import TableSpec
 from shoal.platform.buddies import plan_buddies
 from shoal.platform.config import JobConfig
+from shoal.platform.data_sample import DataSample
 from shoal.platform.placement import DYNAMIC_ROWS_ESTIMATE, ROW_METADATA_BYTES
 
 #: Snapshots whose older row versions a worker keeps at once: the one in progress and the one before (C2).

@@ -13,7 +13,6 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from shoal.jobs.data_sample import DataSample
 from shoal.jobs.doctor import memory_bytes
 from shoal.jobs.plan_bytes import (
     batch_bytes,
@@ -23,11 +22,15 @@ from shoal.jobs.plan_bytes import (
     snapshot_bytes,
     version_bytes,
 )
+from shoal.jobs.plan_traffic import Traffic, make_traffic
 from shoal.jobs.progress import format_bytes
 from shoal.kernels.errors import PlanError
 from shoal.kernels.spec import ROW_DTYPE_BYTES, OptimizerKind, TableSpec
+from shoal.platform.auto_tables import has_auto, job_topology, plan_job_tables, resolve_auto, table_profiles
 from shoal.platform.cluster_choice import choose_cluster
 from shoal.platform.config import JobConfig
+from shoal.platform.data_sample import DataSample
+from shoal.platform.job import LoadOf
 from shoal.platform.placement import (
     DYNAMIC_ROWS_ESTIMATE,
     ROW_METADATA_BYTES,
@@ -130,9 +133,12 @@ class PlanReport:
     notes: tuple[str, ...]
     #: Of an elastic job: the plan with as few workers as it may have, when each holds the most.
     at_min: PlanReport | None = None
+    #: What is expected of every step; None without a sample.
+    traffic: Traffic | None = None
 
     def to_dict(self) -> dict[str, Any]:
-        values = dataclasses.asdict(self)
+        values = dataclasses.asdict(dataclasses.replace(self, traffic=None))
+        values["traffic"] = self.traffic.to_dict() if self.traffic is not None else None
         for table, plan in zip(values["tables"], self.tables):
             table |= {"row_bytes": plan.row_bytes, "bytes_max": plan.bytes_max}
         values["at_min"] = self.at_min.to_dict() if self.at_min is not None else None
@@ -144,8 +150,8 @@ def plan_job(config: JobConfig, *, use_sample: bool = True) -> PlanReport:
 
     Raises PlanError when it cannot fit, ConfigError and DataError as training would.
     """
-    from shoal.jobs.data_sample import sample_dataset
     from shoal.jobs.job_tables import describe_job, features_by_table
+    from shoal.platform.data_sample import sample_dataset
 
     model, described = describe_job(config)
     sample = None
@@ -156,15 +162,25 @@ def plan_job(config: JobConfig, *, use_sample: bool = True) -> PlanReport:
         dataset = scan_dataset(list(config.data.train), schema, max_bad_files=config.data.max_bad_files)
         local_rows = math.ceil(config.data.batch_size / max(1, config.scaling.max_workers))
         sample = sample_dataset(dataset, schema, batch_rows=local_rows)
-    dense_parameters = sum(parameter.numel() for parameter in model.parameters())
-    return make_report(
+    host_bytes = _host_bytes(config)
+    world_size = max(1, config.scaling.max_workers)
+    topology = job_topology(config, world_size, is_one_host=host_bytes is not None)
+    plan = plan_job_tables(config, described.tables, described.features, sample, topology)
+    if has_auto(config):
+        config = resolve_auto(config, plan)
+        model, described = describe_job(config)
+    report = make_report(
         config,
         described.tables,
         features_by_table(described),
-        dense_parameters=dense_parameters,
+        dense_parameters=sum(parameter.numel() for parameter in model.parameters()),
         sample=sample,
-        host_bytes=_host_bytes(config),
+        host_bytes=host_bytes,
     )
+    profiles = table_profiles(
+        described.tables, described.features, sample, math.ceil(config.data.batch_size / world_size)
+    )
+    return dataclasses.replace(report, traffic=make_traffic(plan, described.tables, topology, profiles))
 
 
 def make_report(
@@ -202,9 +218,17 @@ def _report_at(
     """The plan with exactly ``num_workers`` workers (0: this process)."""
     world_size = max(1, num_workers)
     sharding = {spec.name: config.tables.of(spec.logical_name).placement for spec in specs}
+    weigh = LoadOf(config)
     limit, reason = _limit(config, world_size, host_bytes)
     configured = config.scaling.memory_per_worker
-    loads = plan_placement(specs, world_size, sharding=sharding, memory_bytes_per_worker=configured)
+    loads = plan_placement(
+        specs,
+        world_size,
+        sharding=sharding,
+        hosts=job_topology(config, world_size, is_one_host=host_bytes is not None).hosts,
+        loads={spec.name: weigh(spec) for spec in specs},
+        memory_bytes_per_worker=configured,
+    )
     tables = tuple(
         _table_plan(spec, load, tuple(features.get(spec.name, ())), _rows_estimate(spec, features, sample))
         for spec, load in zip(specs, loads)

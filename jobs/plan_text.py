@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from shoal.jobs.cli_options import table_lines
 from shoal.jobs.plan_report import PROCESS_BYTES, PlanReport
+from shoal.jobs.plan_traffic import traffic_lines
 from shoal.jobs.progress import format_bytes
 
 #: All columns but the first hold numbers or read like them.
@@ -36,6 +37,8 @@ def format_report(report: PlanReport) -> str:
     shown = "not known here" if report.limit_bytes is None else format_bytes(report.limit_bytes)
     lines.append(f"limit per worker: {shown} ({report.limit_reason})")
     lines.append(f"copies: {'yes' if report.keeps_copies else 'no'} ({report.recovery_reason})")
+    if report.traffic is not None:
+        lines += ["", *traffic_lines(report.traffic), ""]
     lines += [f"note: {note}" for note in report.notes]
     if report.at_min is not None:
         smaller = report.at_min

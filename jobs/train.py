@@ -21,6 +21,7 @@ from shoal.jobs.progress import Progress
 from shoal.jobs.result import Collector, Result, make_result
 from shoal.kernels.errors import ClusterError, ConfigError
 from shoal.kernels.faults import Schedule
+from shoal.platform.auto_tables import has_auto
 from shoal.platform.config import (
     DataConfig,
     JobConfig,
@@ -31,7 +32,7 @@ from shoal.platform.config import (
     TrainConfig,
 )
 from shoal.platform.config_ray import run_config, scaling_config
-from shoal.platform.job import FactoryModel, Source, make_plan, open_source, package_versions
+from shoal.platform.job import FactoryModel, Source, choose_sharding, make_plan, open_source, package_versions
 from shoal.platform.launch import ClusterSpec
 from shoal.platform.launch_local import run_in_process
 from shoal.platform.preflight import cluster_problems
@@ -126,6 +127,8 @@ class ElasticTrainer:
         if not config.data.train:
             raise ConfigError("data.train names no files to train on")
         train = open_source(config, config.data.train, is_training=True)
+        if has_auto(config):
+            config = self.config = choose_sharding(config, self._build_model, train)
         evaluation = open_source(config, config.data.eval, is_training=False) if config.data.eval else None
         collector = Collector(progress or Progress(), on_record)
         with collector.progress:

@@ -19,8 +19,9 @@ from shoal.kernels.spec import (
     WeightDecayMode,
     WireCodecs,
 )
-from shoal.platform.config_fields import Config, Problem, bounded
+from shoal.platform.config_fields import ByteSize, Config, Problem, bounded
 from shoal.platform.placement import ShardingType, default_num_blocks
+from shoal.platform.topology import LOCAL_BYTES_PER_S, MEMORY_BYTES_PER_S, NETWORK_BYTES_PER_S
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -134,6 +135,7 @@ class TableConfig(Config):
     """Type of stored weights; fp16 and bf16 round stochastically, optimizer state stays fp32."""
     sharding_type: (
         Literal[
+            "auto",
             "row_wise",
             "table_wise",
             "column_wise",
@@ -148,7 +150,8 @@ class TableConfig(Config):
     each column block on one worker; ``table_row_wise``: row blocks spread over the workers of one host;
     ``table_column_wise``: each column block on one worker, all on one host; ``grid_shard``: each column block spread by
     rows over the workers of one host, a host each; ``data_parallel``: row_wise, and every worker keeps the values of
-    all rows to read, as fp32: for small tables of fixed size."""
+    all rows to read, as fp32: for small tables of fixed size; ``auto``: what the planner finds best for a sample of the
+    training data (``shoal plan`` shows it), kept in the run's config.yaml."""
     column_blocks: int | None = bounded(None, low=1, high=DIM_MAX)
     """Into how many parts the columns are cut, as even as multiples of 4 allow; each is placed on its own, by rows
     where row_wise. By default 1; when column_wise, table_column_wise or grid_shard, as many as parts of at least 128
@@ -165,6 +168,9 @@ class TableConfig(Config):
     num_blocks: int | None = bounded(None, low=1, high=65_536)
     """Row blocks, a power of two: the units of placement and migration, fixed for the table's life. By default 1 where
     they are all on one worker, else 64, or fewer for a small table."""
+    load_factor: float | None = bounded(None, above=0)
+    """How much busier the table is than its bytes say: placement evens out bytes times this. 1 by default; set for all
+    tables by the planner when one of them is ``auto``."""
     init_min: float | None = None
     """Lower end of the uniform initial weights; by default -sqrt(1 / num_embeddings)."""
     init_max: float | None = None
@@ -199,7 +205,8 @@ class TableConfig(Config):
     @property
     def placement(self) -> ShardingType:
         """What placement is to do with the table, or with each of its column blocks, which are tables to it."""
-        return ShardingType(self.sharding_type or "row_wise")
+        is_open = self.sharding_type in (None, "auto")
+        return ShardingType.ROW_WISE if is_open else ShardingType(self.sharding_type)
 
     @property
     def codecs(self) -> WireCodecs:
@@ -244,6 +251,21 @@ class TableConfig(Config):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class PlannerConfig(Config):
+    """What the planner assumes of the machines. Its choices depend on the ratios of the speeds; the defaults are
+    assumptions about common servers, not measurements."""
+
+    workers_per_host: int | None = bounded(None, low=1)
+    """Workers on one host; null: all of them where Ray runs on this machine only, else one."""
+    memory_bytes_per_s: ByteSize = bounded(MEMORY_BYTES_PER_S, low=1)  # noqa: RUF009
+    """What one worker reads and writes of rows at random."""
+    local_bytes_per_s: ByteSize = bounded(LOCAL_BYTES_PER_S, low=1)  # noqa: RUF009
+    """What one worker exchanges with others on its host."""
+    network_bytes_per_s: ByteSize = bounded(NETWORK_BYTES_PER_S, low=1)  # noqa: RUF009
+    """What one worker exchanges with other hosts (10 Gbit/s by default)."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class TablesConfig(Config):
     """Settings of all tables, and of single ones by name."""
 
@@ -251,6 +273,13 @@ class TablesConfig(Config):
     """Settings of every table that does not have its own."""
     overrides: dict[str, TableConfig] = dataclasses.field(default_factory=dict)
     """Settings by table name; null fields come from the defaults."""
+    planner: PlannerConfig = dataclasses.field(default_factory=PlannerConfig)
+    """What ``auto`` and ``shoal plan`` assume of the machines."""
+
+    @property
+    def has_load_factors(self) -> bool:
+        """Whether placement evens out something other than bytes."""
+        return any(table.load_factor is not None for table in (self.defaults, *self.overrides.values()))
 
     def of(self, name: str) -> TableConfig:
         """The settings of one table: its own over the defaults."""

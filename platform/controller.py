@@ -238,6 +238,7 @@ class Controller:
                 store_host=host,
                 store_port=port,
                 sharding=checkpoints.sharding,
+                loads=checkpoints.loads,
                 codecs=checkpoints.codecs,
                 memory_bytes_per_worker=plan.scaling.memory_per_worker,
             ),

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.metadata
+import math
+import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -15,18 +17,23 @@ from torch import nn
 
 from shoal.actors.dataset import Dataset, scan_dataset
 from shoal.actors.dense import DenseOptimizerSpec
+from shoal.actors.embedding import lazy_tables
 from shoal.actors.feed import Assignment, BatchSource, LocalFeed
+from shoal.actors.sharded import describe_model
 from shoal.actors.trainer import LoopSpec
 from shoal.actors.worker_spec import ElasticSpec, Seat, WorkerSpec
 from shoal.kernels.errors import ConfigError
 from shoal.kernels.schema import Schema
 from shoal.kernels.spec import IdPolicy, TableSpec, WireCodecs
 from shoal.kernels.tables import BaseEmbeddingConfig, table_seed
+from shoal.platform.auto_tables import job_topology, plan_job_tables, resolve_auto
+from shoal.platform.cluster_choice import choose_cluster
 from shoal.platform.config import DataConfig, JobConfig, ModelConfig
+from shoal.platform.data_sample import sample_dataset
 from shoal.platform.factory import build_model
 from shoal.platform.manifest import CheckpointName
 from shoal.platform.order import OrderSpec, VirtualOrder
-from shoal.platform.placement import ShardingType
+from shoal.platform.placement import ShardingType, table_bytes
 from shoal.platform.run_plan import RunPlan
 from shoal.platform.storage import Storage
 
@@ -170,6 +177,31 @@ class CodecsOf:
         return self.config.tables.of(table.logical_name).codecs
 
 
+@dataclasses.dataclass(frozen=True)
+class LoadOf:
+    """What placement evens out of each table, or column block of one."""
+
+    config: JobConfig
+
+    def __call__(self, table: TableSpec) -> float:
+        return table_bytes(table) * (self.config.tables.of(table.logical_name).load_factor or 1.0)
+
+
+def choose_sharding(config: JobConfig, build: Callable[[], nn.Module], train: Source) -> JobConfig:
+    """The configuration with the planner's choices in place of ``auto``, from a sample of the training data.
+
+    Raises PlanError where the tables do not fit, ConfigError and DataError as training would.
+    """
+    with lazy_tables():
+        model = build()
+    described = describe_model(model, TableMaker(config), {})
+    world_size = max(1, config.scaling.max_workers)
+    sample = sample_dataset(train.dataset, train.schema, batch_rows=math.ceil(config.data.batch_size / world_size))
+    is_one_host = config.scaling.max_workers == 0 or choose_cluster(config.scaling.address, os.environ).is_local
+    topology = job_topology(config, world_size, is_one_host=is_one_host)
+    return resolve_auto(config, plan_job_tables(config, described.tables, described.features, sample, topology))
+
+
 def checkpoint_directory(epoch: int, step: int) -> str:
     """Folder of a checkpoint within the run's."""
     return CheckpointName(epoch, step).directory
@@ -262,6 +294,7 @@ def make_plan(
         storage=storage,
         steps_total=train.num_steps,
         sharding=ShardingOf(config),
+        loads=LoadOf(config) if config.tables.has_load_factors else None,
         codecs=CodecsOf(config),
         resume=run.resume,
         num_to_keep=checkpoint.num_to_keep,

@@ -55,6 +55,11 @@ class RunCheckpoints:
         """How the rows and gradients of each of the model's tables travel."""
         return _ByTable(self, self.plan.codecs)
 
+    @property
+    def loads(self) -> Mapping[str, float]:
+        """What is evened out over workers, by table; empty: bytes."""
+        return {} if self.plan.loads is None else _ByTable(self, self.plan.loads)
+
     def choose(self, policy: str | int, refused: frozenset[CheckpointName]) -> str | None:
         """Choose the checkpoint to start from; why this one, None where there was nothing to choose from.
 

@@ -28,6 +28,8 @@ class RunPlan:
     steps_total: int
     sharding: Callable[[TableSpec], ShardingType]
     codecs: Callable[[TableSpec], WireCodecs] = lambda table: WireCodecs()
+    #: Table -> what placement evens out; None: its bytes.
+    loads: Callable[[TableSpec], float] | None = None
     resume: str | int = "auto"
     #: Called once the run is accepted: its checkpoint is chosen, and its data is what it was.
     record: Callable[[], None] = lambda: None

@@ -13,11 +13,11 @@ from functools import cached_property
 from shoal.kernels.errors import ConfigError
 
 #: Rows gathered and updated at random by one worker: a fraction of what a server's memory streams per core.
-MEMORY_BYTES_PER_S = 8e9
+MEMORY_BYTES_PER_S = 8_000_000_000
 #: One worker's share of a host's shared memory: a copy in and a copy out.
-LOCAL_BYTES_PER_S = 4e9
+LOCAL_BYTES_PER_S = 4_000_000_000
 #: 10 Gbit/s.
-NETWORK_BYTES_PER_S = 1.25e9
+NETWORK_BYTES_PER_S = 1_250_000_000
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -11,7 +11,6 @@ import pyarrow.parquet as pq
 import pytest
 
 from shoal.actors.dataset import scan_dataset
-from shoal.jobs.data_sample import DataSample, FeatureSample, sample_dataset
 from shoal.jobs.plan_report import PROCESS_BYTES, PlanReport, make_report
 from shoal.jobs.plan_text import format_report
 from shoal.kernels.errors import PlanError
@@ -27,6 +26,7 @@ from shoal.platform.config import (
     TablesConfig,
     TrainConfig,
 )
+from shoal.platform.data_sample import DataSample, FeatureSample, sample_dataset
 
 GIB = 1 << 30
 
