@@ -751,6 +751,9 @@ class ControllerState:
         decision = suspects(incident, self.roster, self.spec.limits, self.now_s)
         for worker_id in decision.suspects:
             self._kill(worker_id, decision.reason)
+        if self.spec.failure.loss_policy(is_elastic=self.spec.scaling.is_elastic) == "replace":
+            # A new process takes seconds to start: it does so while the end of the old one is awaited.
+            self._meet_demand()
         self._ask_holdings(incident.attempt)
         if not is_collected(incident.attempt, self.roster):
             return False

@@ -71,6 +71,10 @@ class BenchCluster:
                 return node
         raise LookupError(f"process {pid} belongs to no node")
 
+    def has_controller(self, node: Any) -> bool:
+        """Whether a controller of ours is on the node."""
+        return any(b"ControllerActor" in _command(pid) for pid in node_pids(node))
+
     def kill_node(self, node: Any) -> float:
         """SIGKILL everything of a node at once; returns when."""
         pids = node_pids(node)
@@ -138,6 +142,13 @@ def signal_pids(pids: Sequence[int], number: int) -> None:
     for pid in pids:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, number)
+
+
+def _command(pid: int) -> bytes:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return b""
 
 
 def descendants(pid: int) -> list[int]:
