@@ -15,6 +15,9 @@ rank (its row store). A ``Lookup`` is one round of lookups of one batch. Its lif
     plan.write_statistics(send)       # only with plan.shares_statistics: -> statistics exchange
     plan.apply_shared(recv, step, lrs)
 
+Tables of the pooled flow (``WireCodecs.flow``) take the same calls: partial sums of bags follow the rows, gradients of
+bags those of rows, and what ids the bags hold follows the ids.
+
 Rows that this rank owns itself never enter a message (0 bytes to self): they are read from and written to the store in
 place. Addresses are plain integers; ``send`` and ``recv`` are int64 arrays of one address per rank.
 
@@ -41,7 +44,7 @@ from shoal.kernels.column_blocks import check_tables
 from shoal.kernels.errors import ConfigError, ProtocolError
 from shoal.kernels.outputs import StepMemory
 from shoal.kernels.rowstore import RowStore
-from shoal.kernels.spec import FeatureSpec, IdPolicy, PoolingType, TableSpec, WireCodecs
+from shoal.kernels.spec import FeatureSpec, Flow, IdPolicy, PoolingType, TableSpec, WireCodecs
 
 _POOLING = {PoolingType.SUM: 0, PoolingType.MEAN: 1, PoolingType.NONE: 2}
 _WORLD_SIZE_MAX = 65_535
@@ -122,7 +125,8 @@ class StepPlan:
         hosts: the number of each rank's host, where gradients are summed host by host (``row_exchange``); else empty.
         mirrored: tables (indices) whose values every rank keeps (data parallel): they are read here, and owners send
             all ranks what an update changes. Static and uncut; num_embeddings x embedding_dim float32 on every rank.
-        codecs: wire formats of each table; fp32 unless given. What a codec rounds it rounds for rows of this rank, too.
+        codecs: wire formats and flow of each table; rows as fp32 unless given. What a codec rounds it rounds for rows
+            of this rank, too. The pooled flow needs pooled features, no ``hosts`` and no mirror.
 
     Raises ConfigError when sizes, ranks or indices do not fit together.
     """
@@ -155,10 +159,11 @@ class StepPlan:
         self._held: Any = None
         self.outputs = tuple(plan_outputs(tables, features))
         self.codecs = tuple(codecs) if codecs is not None else (WireCodecs(),) * len(self.tables)
+        _check_flows(self.tables, self.features, self.codecs, self.hosts, self.mirrored)
         self.hash = self._hash()
         self.native = _core.StepPlan(store.native, rank, world_size, num_threads, list(self.hosts))
         for spec, owners, leader, wire in zip(self.tables, self.placement, _leaders(tables), self.codecs, strict=True):
-            self.native.add_table(owners.tolist(), leader, spec.shares_statistic, int(wire.values), int(wire.gradients))
+            self.native.add_table(owners.tolist(), leader, spec.shares_statistic, *map(int, wire))
         if self.mirrored:
             self.native.mirror(list(self.mirrored))
         place = {f: (o, column) for o, output in enumerate(self.outputs) for f, column in self._columns(output)}
@@ -412,8 +417,14 @@ class Lookup:
         """Gradient of the per-sample weights, float32 [N]: <bag's gradient, row>, over the count for MEAN.
 
         0 for ids of unweighted features and dropped ids. Call after ``pool`` and before ``apply``. A column read by
-        several weighted features receives the sum.
+        several weighted features receives the sum. Raises ConfigError for tables of the pooled flow, whose rows are not
+        here.
         """
+        for feature in self.plan.features:
+            if feature.is_weighted and self.plan.codecs[feature.table].flow is not Flow.ROWS:
+                raise ConfigError(
+                    f"table {self.plan.tables[feature.table].name!r}: learned per-sample weights need flow rows"
+                )
         kept = [_cpu_floats(grad) for grad in grads]
         out = torch.zeros(self._batch[0].numel(), dtype=torch.float32)
         self.native.weight_grad([grad.data_ptr() for grad in kept], out.data_ptr())
@@ -447,6 +458,26 @@ def _cpu_floats(tensor: torch.Tensor) -> torch.Tensor:
     if tensor.dtype != torch.float32 or tensor.device.type != "cpu":
         raise ValueError(f"gradients must be float32 on the CPU, not {tensor.dtype} on {tensor.device}")
     return tensor if tensor.is_contiguous() else tensor.contiguous()
+
+
+def _check_flows(
+    tables: Sequence[TableSpec],
+    features: Sequence[FeatureSpec],
+    codecs: Sequence[WireCodecs],
+    hosts: Sequence[int],
+    mirrored: Sequence[int],
+) -> None:
+    sequences = {feature.table for feature in features if feature.pooling is PoolingType.NONE}
+    for t, (table, wire) in enumerate(zip(tables, codecs)):
+        if wire.flow is Flow.ROWS:
+            continue
+        for is_refused, why in (
+            (t in sequences, "its rows are read one by one (unpooled)"),
+            (t in mirrored, "it is data parallel"),
+            (bool(hosts), "the exchange is hierarchical"),
+        ):
+            if is_refused:
+                raise ConfigError(f"table {table.name!r} needs flow rows: {why}")
 
 
 def _check_mirrored(tables: Sequence[TableSpec], mirrored: Sequence[int]) -> None:

@@ -86,11 +86,24 @@ class Codec(enum.IntEnum):
     INT8 = 3
 
 
+class Flow(enum.IntEnum):
+    """What owners return to those who look rows up; the values are part of the native ABI."""
+
+    #: Each row once; bags are made where they are asked for.
+    ROWS = 0
+    #: The partial sum of each bag's rows per row block; gradients of bags come back.
+    POOLED = 1
+    #: As POOLED, but per owner: fewer sums, whose bits depend on the placement (promise 2 is withdrawn).
+    POOLED_BY_OWNER = 2
+
+
 class WireCodecs(NamedTuple):
-    """How the values of a table's rows and their gradients travel."""
+    """How the values of a table's rows and their gradients travel. In the pooled flow the codecs are those of partial
+    sums and of gradients of bags."""
 
     values: Codec = Codec.FP32
     gradients: Codec = Codec.FP32
+    flow: Flow = Flow.ROWS
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

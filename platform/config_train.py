@@ -13,6 +13,7 @@ from shoal.kernels.spec import (
     DIM_MAX,
     Codec,
     DataType,
+    Flow,
     OptimizerKind,
     OptimizerSpec,
     TableSpec,
@@ -165,6 +166,13 @@ class TableConfig(Config):
     rounded is rounded for a worker's own rows, too. Stored rows and optimizer state keep their type."""
     gradients_codec: Literal["fp32", "fp16", "bf16", "int8"] | None = None
     """How the summed gradients of rows travel to their owners; fp32 by default. ``fp16`` loses what is below 6e-8."""
+    flow: Literal["rows", "pooled"] | None = None
+    """What a row's owner returns: ``rows`` (default): each row once, for bags made by the worker that asks. ``pooled``:
+    partial sums of each bag, one per row block: fewer bytes for long bags over few row blocks (num_blocks 1, or
+    placement_exact false). It needs pooled features without learned weights, and makes scaling.exchange flat."""
+    placement_exact: bool | None = None
+    """With flow pooled: false sums per worker instead of per row block. Results then differ in rounding when rows move
+    or the number of workers changes. True by default."""
     num_blocks: int | None = bounded(None, low=1, high=65_536)
     """Row blocks, a power of two: the units of placement and migration, fixed for the table's life. By default 1 where
     they are all on one worker, else 64, or fewer for a small table."""
@@ -183,6 +191,8 @@ class TableConfig(Config):
             yield Problem("num_blocks", f"is {self.num_blocks}; it must be a power of two")
         if self.sharding_type == "data_parallel" and self.num_embeddings == 0:
             yield Problem("sharding_type", "is data_parallel, which needs a fixed number of rows: set num_embeddings")
+        if self.sharding_type == "data_parallel" and self.flow == "pooled":
+            yield Problem("flow", "is pooled; a data_parallel table is read where it is")
         if self.sharding_type == "data_parallel" and (self.column_blocks or 1) > 1:
             yield Problem("column_blocks", f"is {self.column_blocks}; a data_parallel table is kept whole")
         if (self.init_min is None) != (self.init_max is None):
@@ -210,8 +220,12 @@ class TableConfig(Config):
 
     @property
     def codecs(self) -> WireCodecs:
-        """Wire formats of the table."""
-        return WireCodecs(Codec[(self.values_codec or "fp32").upper()], Codec[(self.gradients_codec or "fp32").upper()])
+        """Wire formats and flow of the table."""
+        flow = Flow.ROWS
+        if self.flow == "pooled":
+            flow = Flow.POOLED_BY_OWNER if self.placement_exact is False else Flow.POOLED
+        values, gradients = (Codec[(codec or "fp32").upper()] for codec in (self.values_codec, self.gradients_codec))
+        return WireCodecs(values, gradients, flow)
 
     def cut(self, spec: TableSpec) -> tuple[TableSpec, ...]:
         """The column blocks of a table of these settings; the table itself where it is not cut. Raises ConfigError

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from shoal.actors.messages import BlockSet, Member, RecoveryPlan, Shipment, View
-from shoal.kernels.spec import Codec, WireCodecs
+from shoal.kernels.spec import Codec, Flow, WireCodecs
 from shoal.platform.journal import Record
 from shoal.platform.state_messages import JournalRecord, RecordKind
 
@@ -50,7 +50,10 @@ def _decode_view(fields: Mapping[str, Any]) -> View:
     known["members"] = tuple(Member(**member) for member in fields["members"])
     known["placement"] = {table: tuple(owners) for table, owners in fields["placement"].items()}
     known["buddies"] = tuple(fields["buddies"])
-    known["codecs"] = {t: WireCodecs(*map(Codec, pair)) for t, pair in fields.get("codecs", {}).items()}
+    known["codecs"] = {
+        t: WireCodecs(Codec(values), Codec(gradients), *map(Flow, flow))
+        for t, (values, gradients, *flow) in fields.get("codecs", {}).items()
+    }
     known["mirrored"] = tuple(fields.get("mirrored", ()))
     return View(**known)
 

@@ -15,7 +15,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 import parity
 import world as worlds
 
-from shoal.kernels.spec import OptimizerKind, OptimizerSpec
+from shoal.kernels.spec import Flow, OptimizerKind, OptimizerSpec, WireCodecs
 
 # With an accumulator (or eps) of 0, Adagrad's and Adam's first updates are lr * sign(g): where a gradient cancels to
 # nearly 0 its sign is rounding noise in any implementation. These constants keep the comparison well conditioned.
@@ -72,6 +72,21 @@ def test_hierarchical_exchange_and_a_data_parallel_table_equal_plain_torch(hosts
     outcomes = worlds.run_world(
         len(hosts), specs, hosts=hosts, transport=transport, exchange="hierarchical", mirrored=("genre",)
     )
+    for (name, optimizer), outcome in zip(OPTIMIZERS.items(), outcomes):
+        assert_close(outcome, oracles[name], optimizer)
+
+
+@pytest.mark.parametrize("hosts", ["a", "aa", "aab"])
+@pytest.mark.timeout(400)
+def test_the_pooled_flow_equals_plain_torch(hosts, source, oracles, tmp_path):
+    """Promise 1, D3: partial sums of bags per row block and per owner beside rows, whatever the exchange asked for."""
+    specs = [parity.worker_spec(f"f{n}", source, o, tmp_path, checkpoint_at_end=False) for n, o in OPTIMIZERS.items()]
+    codecs = {
+        "user": WireCodecs(flow=Flow.POOLED),
+        "item": WireCodecs(flow=Flow.POOLED_BY_OWNER),
+        "genre": WireCodecs(flow=Flow.POOLED),
+    }
+    outcomes = worlds.run_world(len(hosts), specs, hosts=hosts, exchange="hierarchical", codecs=codecs)
     for (name, optimizer), outcome in zip(OPTIMIZERS.items(), outcomes):
         assert_close(outcome, oracles[name], optimizer)
 

@@ -15,6 +15,7 @@ from shoal.actors.messages import Member, View, WorkerPhase
 from shoal.actors.worker import Worker
 from shoal.actors.worker_spec import WorkerSpec
 from shoal.kernels.metrics import BinaryMetrics
+from shoal.kernels.spec import WireCodecs
 from shoal.platform.placement import plan_placement
 
 
@@ -44,6 +45,7 @@ def make_view(
     hosts: str = "",
     exchange: str = "flat",
     mirrored: tuple[str, ...] = (),
+    codecs: Mapping[str, WireCodecs] | None = None,
 ) -> View:
     """View of ``world`` workers, placed by the production planner; ``hosts`` has a letter for each one's host."""
     tables = worker.model_tables.tables
@@ -60,6 +62,7 @@ def make_view(
         store_port=store[1],
         exchange=exchange,
         mirrored=mirrored,
+        codecs=codecs or {},
     )
 
 
@@ -121,10 +124,11 @@ def run_world(
     hosts: str = "",
     exchange: str = "flat",
     mirrored: tuple[str, ...] = (),
+    codecs: Mapping[str, WireCodecs] | None = None,
     timeout_s: float = 300,
 ) -> list[Outcome]:
     """Every case on ``world`` ranks; 0 runs one rank in this process. Cases share the processes, one epoch each."""
-    view = {"transport": transport, "hosts": hosts, "exchange": exchange, "mirrored": mirrored}
+    view = {"transport": transport, "hosts": hosts, "exchange": exchange, "mirrored": mirrored, "codecs": codecs}
     if world <= 1:
         answers = {(0, e): run_one(spec, 0, 1, e, ("", 0), **view) for e, spec in enumerate(cases)}
         return [_merge([answers[(0, e)]]) for e in range(len(cases))]

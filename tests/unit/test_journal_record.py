@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 
 from shoal.actors.messages import BlockSet, Member, RecoveryPlan, Shipment, View
+from shoal.kernels.spec import Codec, Flow, WireCodecs
 from shoal.platform.journal import Record
 from shoal.platform.journal_record import decode_records, encode_record
 from shoal.platform.state_messages import JournalRecord, RecordKind
@@ -21,6 +22,7 @@ VIEW = View(
     store_host="h",
     store_port=7,
     buddies=(1, 0),
+    codecs={"t": WireCodecs(Codec.INT8, Codec.BF16, Flow.POOLED)},
 )
 PLAN = RecoveryPlan(
     step=40,

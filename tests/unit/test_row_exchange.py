@@ -73,8 +73,10 @@ class _Ranks:
         mirrored: tuple[int, ...] = (),
         new_view_after: int = 0,
         codec: Codec = Codec.FP32,
+        wire: list[WireCodecs] | None = None,
+        num_blocks: int = 8,
     ) -> None:
-        world, tables = len(hosts), _tables()
+        world, tables = len(hosts), _tables(num_blocks)
         numbers = host_numbers(hosts)
         near = [[r for r in range(world) if hosts[r] == hosts[rank]] for rank in range(world)]
         switch = Switch(world)
@@ -90,7 +92,7 @@ class _Ranks:
             plan = StepPlan(
                 store, tables, _FEATURES, placement, rank=rank, world_size=world,
                 hosts=numbers if is_hierarchical else (), mirrored=mirrored,
-                codecs=[WireCodecs(codec, codec)] * len(tables),
+                codecs=wire or [WireCodecs(codec, codec)] * len(tables),
             )  # fmt: skip
             identity = Identity(run=1, epoch=0, rank=rank, world_size=world, plan_hash=plan.hash)
             exchange = Exchange(ThreadTransport(switch, rank, world, frozenset(near[rank])), identity)

@@ -56,17 +56,27 @@ Updater::Updater(StepPlan* plan, const std::vector<Lookup*>& lookups, const int6
     std::stable_sort(order_of_ranks.begin(), order_of_ranks.end(),
                      [&](int a, int b) { return plan->hosts[a] < plan->hosts[b]; });
   for (size_t l = 0; l < lookups.size(); ++l) {
-    const Lookup& lookup = *lookups[l];
+    Lookup& lookup = *lookups[l];
     if (!lookup.has_grads_) throw std::invalid_argument("apply needs segment_sum of every lookup first");
     for (int p : order_of_ranks) {
       const int group = static_cast<int>(l) * W + (plan->hosts.empty() ? p : plan->hosts[p]);
       const std::byte* sums = p == plan->rank ? nullptr : reinterpret_cast<const std::byte*>(sources[l * W + p]);
       const uint32_t* order = p == plan->rank ? lookup.order_.data() + lookup.order_start_[p] : nullptr;
+      if (plan->has_pooled_flow) {
+        const std::byte* grads = lookup.own_grads_.data();
+        if (sums) {
+          grads = sums;
+          for (int64_t r = lookup.incoming_.peer_start[p]; r < lookup.incoming_.peer_start[p + 1]; ++r)
+            grads += lookup.incoming_.runs[r].count * plan->tables[lookup.incoming_.runs[r].table].wire_grad_bytes;
+        }
+        lookup.scatter_bag_grads(p, grads);
+      }
       for (int64_t r = lookup.incoming_.peer_start[p]; r < lookup.incoming_.peer_start[p + 1]; ++r) {
         const Run& run = lookup.incoming_.runs[r];
+        const bool is_pooled = plan->tables[run.table].is_pooled;
         sources_[run.table].push_back(
-            {&lookup, lookup.incoming_slots_.data() + run.start, run.count, order, sums, group,
-             lookup.incoming_run_ids_[r]});
+            {&lookup, lookup.incoming_slots_.data() + run.start, run.count, is_pooled ? nullptr : order, sums, group,
+             lookup.incoming_run_ids_[r], is_pooled ? lookup.run_sums_[r].data() : nullptr});
         if (p == plan->rank)
           order += run.count;
         else
@@ -93,6 +103,7 @@ void Updater::apply(uint32_t step, const float* lrs) {
 
 const float* Updater::gradient(int t, const GradSource& source, int64_t i, float* space) const {
   const Table& table = plan_->tables[t];
+  if (source.summed) return source.summed + i * table.dim;
   if (source.order) {
     const float* sum = source.lookup->sum_row(t, source.order[i], space);
     if (!table.rounds_grads()) return sum;

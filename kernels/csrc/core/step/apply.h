@@ -17,6 +17,7 @@ struct GradSource {
   const std::byte* sums;   // another rank's: [count] encoded rows
   int group;               // sources of one group are summed before the groups are
   const int64_t* ids;      // [count]
+  const float* summed;     // [count, dim]: sums of this rank's own making (pooled flow), or null
 };
 
 // The summed gradients of the rows of one table in a step, row block by row block, in order of first contribution.

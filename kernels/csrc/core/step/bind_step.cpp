@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <limits>
+#include <utility>
 
 #include "core/step/apply.h"
 #include "core/step/bind_arrays.h"
@@ -105,7 +106,7 @@ void bind_plan(nb::module_& m) {
           "store"_a, "rank"_a, "world_size"_a, "num_threads"_a, "hosts"_a, nb::keep_alive<1, 2>())
       .def("add_table",
            [](StepPlan& self, const std::vector<uint16_t>& owners, int leader, bool shares_statistic, int values_codec,
-              int grads_codec) {
+              int grads_codec, int flow) {
              const int index = self.num_tables();
              if (index >= static_cast<int>(self.store->num_tables())) throw std::invalid_argument("unknown table");
              const TableDesc& desc = self.store->table(index);
@@ -129,6 +130,13 @@ void bind_plan(nb::module_& m) {
              table.grads_codec = static_cast<Codec>(grads_codec);
              table.wire_row_bytes = encoded_bytes(table.values_codec, table.dim);
              table.wire_grad_bytes = encoded_bytes(table.grads_codec, table.dim);
+             if (flow != 0) {
+               if (!self.hosts.empty()) throw std::invalid_argument("partial sums do not travel by way of hosts");
+               table.is_pooled = self.has_pooled_flow = true;
+               table.sums_by_owner = flow == 2;
+               table.unit_bytes = std::exchange(table.wire_row_bytes, 0);
+               table.bag_grad_bytes = std::exchange(table.wire_grad_bytes, 0);
+             }
              self.tables.push_back(std::move(table));
            })
       .def("mirror",

@@ -9,6 +9,7 @@
 
 #include <cstdint>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "core/step/plan.h"
@@ -44,6 +45,32 @@ struct RunList {
 
 // Set in a row's address when the row is stored in its table's own (low-precision) type. Rows are 2-byte aligned.
 constexpr uintptr_t kEncodedTag = 1;
+
+// What one bag holds of one row block (bags.cpp), as the requester knows it.
+struct BagUnit {
+  uint32_t bag;
+  uint32_t first, count;  // in Lookup::unit_positions_
+  uint32_t number;        // among the units of the feature at its owner
+  uint16_t owner;
+  bool is_new_bag;        // the owner's first unit of the bag
+  uint32_t kept;          // ids that the whole bag holds
+};
+
+struct BagCount {
+  int64_t units = 0, positions = 0, bags = 0;
+};
+
+// What one rank told of the bags of one feature, as the owner of their rows knows it.
+struct BagPart {
+  int64_t run;
+  int feature;
+  int64_t units, positions, bags;
+  const uint32_t* lengths;
+  const uint32_t* inverse;
+  const uint32_t* weights;  // float32 bits, or null
+  const uint32_t* kept;     // or null
+  std::vector<uint32_t> begins;  // [units + 1]
+};
 
 struct RouteStatus {
   int status = 0;  // 0: fine, 1: an id outside its table under policy ERROR
@@ -103,6 +130,23 @@ class Lookup {
   void copy_leader(int table);
   int64_t sum_over_ids(const std::vector<int64_t>& per_feature) const;
   void order_by_owner();
+  // bags.cpp
+  template <class Fn>
+  void for_bag_features(const RunList& list, int peer, Fn&& fn) const {
+    for (int64_t r = list.peer_start[peer]; r < list.peer_start[peer + 1]; ++r) {
+      const Table& table = plan_->tables[list.runs[r].table];
+      if (!table.is_pooled) continue;
+      for (int f : table.features) fn(list.runs[r], table, f);
+    }
+  }
+  int64_t rows_bytes_in(int peer) const;
+  void cut_bags();
+  void write_bags(int peer, uint32_t* out) const;
+  void read_bags(int peer, const std::byte* data, int64_t bytes);
+  void write_partial_sums(int peer, std::byte* out) const;
+  void add_partial_sums(std::vector<const std::byte*> sources, float* const* outputs) const;
+  void write_bag_grads(int peer, std::byte* out) const;
+  void scatter_bag_grads(int peer, const std::byte* grads);
   // rows.cpp
   void find_slots();
   void point_at_local_rows();
@@ -164,6 +208,19 @@ class Lookup {
   Buffer<float> initial_rows_;  // values of local rows that do not exist (evaluation)
   Buffer<float> kept_rows_;     // remote rows that are decoded, or of weighted tables, for weight_grad
   Buffer<float> rounded_rows_;  // local rows as the codec of their table gives them
+
+  // The pooled flow (bags.cpp). This rank is a peer of its own.
+  std::vector<BagUnit> units_;                              // by feature, bag, row block
+  std::vector<std::pair<int64_t, int64_t>> feature_units_;  // [features] begin and end in units_
+  std::vector<BagCount> bag_counts_;                        // [features][world]
+  std::vector<int64_t> bag_words_;                          // [world] uint32s told to each owner
+  Buffer<uint32_t> place_;                                  // unique row -> its number in its run
+  Buffer<uint32_t> unit_positions_;                         // positions, by unit
+  std::vector<std::vector<uint32_t>> bag_sections_;         // [world] what was received
+  std::vector<std::vector<BagPart>> bag_parts_;             // [world]
+  std::vector<std::vector<float>> run_sums_;                // [incoming runs] summed gradients
+  Buffer<float> decoded_grads_;
+  Buffer<std::byte> own_sums_, own_grads_;                  // messages of this rank to itself
 
   // Backward: positions sorted by unique row. ends_[u] is the end of row u's entries, its begin is ends_[u - 1].
   Buffer<uint32_t> ends_;

@@ -42,6 +42,11 @@ struct Table {
   // A column block other than the first of its table: the first one. Both have the same features over the same ids, which
   // are de-duplicated once; else -1.
   int leader = -1;
+  // The pooled flow (bags.cpp): partial sums of bags and gradients of bags travel, no rows: wire_row_bytes and
+  // wire_grad_bytes are 0.
+  bool is_pooled = false;
+  bool sums_by_owner = false;  // a partial sum is of an owner's rows, not of a row block's
+  int64_t unit_bytes = 0, bag_grad_bytes = 0;
   bool shares_statistic = false;  // its update needs the sums of squares of the table's other column blocks
   std::vector<int> features;  // in plan order: positions of a table are numbered in this order
 
@@ -51,7 +56,7 @@ struct Table {
   }
   // Whether values differ from the stored rows. Then this rank's own rows are rounded too: placement changes no bits (S5).
   bool rounds_values() const {
-    return values_codec != Codec::kFp32 && !(values_codec == Codec::kFp16 && type == RowType::F16) &&
+    return !is_pooled && values_codec != Codec::kFp32 && !(values_codec == Codec::kFp16 && type == RowType::F16) &&
            !(values_codec == Codec::kBf16 && type == RowType::BF16);
   }
   bool rounds_grads() const { return grads_codec != Codec::kFp32; }
@@ -80,6 +85,7 @@ struct StepPlan {
   std::vector<int64_t> output_strides;      // floats per row of each output tensor
   std::vector<std::vector<int>> pooled;     // pooled features of each output, in column order (empty: a sequence)
   bool has_column_blocks = false;
+  bool has_pooled_flow = false;
   int rank = 0;
   int world_size = 1;
   std::unique_ptr<Threads> threads;

@@ -196,6 +196,18 @@ void Lookup::with_rows(int table, Fn&& fn) const {
 
 void Lookup::pool(const int64_t* sources, float* const* outputs) {
   point_at_remote_rows(sources);
+  if (plan_->has_pooled_flow) {
+    std::vector<const std::byte*> sums(plan_->world_size);
+    for (int p = 0; p < plan_->world_size; ++p)
+      if (p != plan_->rank) sums[p] = reinterpret_cast<const std::byte*>(sources[p]) + rows_bytes_in(p);
+    int64_t own_bytes = 0;
+    for (const BagPart& part : bag_parts_[plan_->rank])
+      own_bytes += part.units * plan_->tables[plan_->features[part.feature].table].unit_bytes;
+    std::byte* own = own_sums_.grow(own_bytes);
+    write_partial_sums(plan_->rank, own);
+    sums[plan_->rank] = own;
+    add_partial_sums(std::move(sums), outputs);
+  }
   for (int o = 0; o < plan_->num_outputs(); ++o) {
     if (plan_->pooled[o].empty()) continue;
     const int64_t stride = plan_->output_strides[o];
@@ -229,6 +241,7 @@ void Lookup::pool_block(int output, int64_t begin, int64_t end, float* out) cons
   for (size_t i = 0; i < features.size(); ++i) {
     const int f = features[i];
     const Feature& feature = plan_->features[f];
+    if (plan_->tables[feature.table].is_pooled) continue;
     const uint32_t* bags = all_bags + f * (batch_size_ + 1);
     BagJob job{inverse_.data(),
                bags,

@@ -284,6 +284,7 @@ RouteStatus Lookup::route_typed(const BatchView& batch) {
       if (plan_->tables[t].leader >= 0) copy_leader(static_cast<int>(t));
     });
   order_by_owner();
+  if (plan_->has_pooled_flow) cut_bags();
   for (int f = 0; f < plan_->num_features(); ++f) {
     if (bad_index[f] < 0) continue;
     const int64_t position = value_start_[f] + bad_index[f];

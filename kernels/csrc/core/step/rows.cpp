@@ -31,6 +31,7 @@ void Lookup::id_bytes(int64_t* bytes) const {
     bytes[p] = p == plan_->rank ? 0
                                 : ids_section_bytes(*plan_, runs + outgoing_.peer_start[p],
                                                     runs + outgoing_.peer_start[p + 1]);
+    if (p != plan_->rank && plan_->has_pooled_flow) bytes[p] += 4 * bag_words_[p];
   }
 }
 
@@ -56,6 +57,7 @@ void Lookup::write_ids(const int64_t* destinations) const {
       }
       out += ids_bytes(table, run->count);
     }
+    if (plan_->has_pooled_flow) write_bags(p, reinterpret_cast<uint32_t*>(out));
   }
 }
 
@@ -64,6 +66,7 @@ void Lookup::resolve(const int64_t* sources, const int64_t* source_bytes) {
   incoming_.runs.clear();
   incoming_data_.clear();
   int64_t total = 0;
+  std::vector<int64_t> ids_ends(W, 0);
   for (int p = 0; p < W; ++p) {
     incoming_.peer_start[p] = static_cast<int64_t>(incoming_.runs.size());
     incoming_.row_bytes[p] = incoming_.grad_bytes[p] = 0;
@@ -75,7 +78,8 @@ void Lookup::resolve(const int64_t* sources, const int64_t* source_bytes) {
       }
     } else {
       total += read_ids_header(*plan_, p, reinterpret_cast<const std::byte*>(sources[p]), source_bytes[p], total,
-                               &incoming_.runs, &incoming_data_);
+                               &incoming_.runs, &incoming_data_,
+                               plan_->has_pooled_flow ? &ids_ends[p] : nullptr);
       for (size_t r = incoming_.peer_start[p]; r < incoming_.runs.size(); ++r) {
         const Table& table = plan_->tables[incoming_.runs[r].table];
         incoming_.row_bytes[p] += incoming_.runs[r].count * table.wire_row_bytes;
@@ -102,6 +106,20 @@ void Lookup::resolve(const int64_t* sources, const int64_t* source_bytes) {
       } else {
         for (int64_t i = 0; i < run.count; ++i) ids[i] = static_cast<int64_t>(unique_ids_[order[i]]);
       }
+    }
+  }
+  if (plan_->has_pooled_flow) {
+    bag_sections_.resize(W);
+    bag_parts_.assign(W, {});
+    run_sums_.resize(incoming_.runs.size());
+    for (int p = 0; p < W; ++p) {
+      if (p != plan_->rank) {
+        read_bags(p, reinterpret_cast<const std::byte*>(sources[p]) + ids_ends[p], source_bytes[p] - ids_ends[p]);
+        continue;
+      }
+      std::vector<uint32_t> own(bag_words_[p]);
+      write_bags(p, own.data());
+      read_bags(p, reinterpret_cast<const std::byte*>(own.data()), 4 * bag_words_[p]);
     }
   }
   // Only after every section is known to be sound are rows reserved.
@@ -214,7 +232,7 @@ void Lookup::point_at_remote_rows(const int64_t* sources) {
   point_at_mirrored_rows();
   // Rows that are decoded here, and those that weight_grad needs when the message's memory has been used again.
   auto is_copied = [&](const Table& table) {
-    return table.values_codec != Codec::kFp32 || (is_training_ && table.has_weighted_features);
+    return !table.is_pooled && (table.values_codec != Codec::kFp32 || (is_training_ && table.has_weighted_features));
   };
   int64_t floats = 0;
   for (int p = 0; p < plan_->world_size; ++p)
@@ -229,7 +247,7 @@ void Lookup::point_at_remote_rows(const int64_t* sources) {
     for (int64_t r = outgoing_.peer_start[p]; r < outgoing_.peer_start[p + 1]; ++r) {
       const Run& run = outgoing_.runs[r];
       const Table& table = plan_->tables[run.table];
-      if (table.is_mirrored) continue;
+      if (table.is_mirrored || table.is_pooled) continue;
       const std::byte* first = rows;
       int64_t row_bytes = table.wire_row_bytes;
       if (is_copied(table)) {
@@ -256,7 +274,7 @@ void Lookup::write_rows(const int64_t* destinations) const {
     for (int64_t r = incoming_.peer_start[p]; r < incoming_.peer_start[p + 1]; ++r) {
       const Run& run = incoming_.runs[r];
       const Table& table = plan_->tables[run.table];
-      if (table.is_mirrored) continue;
+      if (table.is_mirrored || table.is_pooled) continue;
       const bool is_plain = table.values_codec == Codec::kFp32;
       const Arena& arena = plan_->store->arena_of(run.table);
       const uint32_t* slots = incoming_slots_.data() + run.start;
@@ -276,7 +294,16 @@ void Lookup::write_rows(const int64_t* destinations) const {
       });
       out += run.count * table.wire_row_bytes;
     }
+    if (plan_->has_pooled_flow) write_partial_sums(p, out);
   }
+}
+
+// Bytes of the rows that rank `peer` sends, which partial sums follow.
+int64_t Lookup::rows_bytes_in(int peer) const {
+  int64_t bytes = 0;
+  for (int64_t r = outgoing_.peer_start[peer]; r < outgoing_.peer_start[peer + 1]; ++r)
+    bytes += outgoing_.runs[r].count * plan_->tables[outgoing_.runs[r].table].wire_row_bytes;
+  return bytes;
 }
 
 void Lookup::table_loads(int64_t* unique_asked, int64_t* rows_served) const {

@@ -70,6 +70,12 @@ void Lookup::segment_sum(const float* const* grads, const int64_t* destinations)
   has_grads_ = true;
   sort_positions();
   sum_hot_rows();
+  if (plan_->has_pooled_flow) {
+    int64_t bytes = 0;
+    for (const BagPart& part : bag_parts_[plan_->rank])
+      bytes += part.bags * plan_->tables[plan_->features[part.feature].table].bag_grad_bytes;
+    write_bag_grads(plan_->rank, own_grads_.grow(bytes));
+  }
   write_sums(destinations);
 }
 
@@ -80,6 +86,7 @@ void Lookup::write_sums(const int64_t* destinations) const {
     for (int64_t r = outgoing_.peer_start[p]; r < outgoing_.peer_start[p + 1]; ++r) {
       const Run& run = outgoing_.runs[r];
       const Table& table = plan_->tables[run.table];
+      if (table.is_pooled) continue;
       plan_->threads->run((run.count + kRowsPerTask - 1) / kRowsPerTask, [&](int64_t task, int) {
         alignas(32) float space[kDimMax];
         const int64_t end = std::min(run.count, (task + 1) * kRowsPerTask);
@@ -96,6 +103,7 @@ void Lookup::write_sums(const int64_t* destinations) const {
       });
       out += run.count * table.wire_grad_bytes;
     }
+    if (plan_->has_pooled_flow) write_bag_grads(p, out);
   }
 }
 
@@ -108,6 +116,7 @@ void Lookup::sort_positions() {
 
 void Lookup::sort_table(int t) {
   const Table& table = plan_->tables[t];
+  if (table.is_pooled) return;
   const int64_t start = position_start_[t];
   int64_t grad_rows_max = batch_size_;
   for (int f : table.features)
@@ -177,6 +186,7 @@ void Lookup::sum_hot_rows() {
   std::vector<int> tables;
   int64_t sum_floats = 0;
   for (int t = 0; t < plan_->num_tables(); ++t) {
+    if (plan_->tables[t].is_pooled) continue;
     for (int64_t u = position_start_[t]; u < position_start_[t] + num_unique_[t]; ++u) {
       if (unique_count_[u] <= kSegment) continue;
       hot_rows_.push_back({static_cast<uint32_t>(u), sum_floats});

@@ -63,7 +63,8 @@ void write_table_ids(const Table& table, const uint64_t* ids, int64_t count, std
 }
 
 int64_t read_ids_header(const StepPlan& plan, int peer, const std::byte* section, int64_t bytes, int64_t first_row,
-                        std::vector<Run>* runs, std::vector<const std::byte*>* data) {
+                        std::vector<Run>* runs, std::vector<const std::byte*>* data, int64_t* end) {
+  if (end) *end = 0;
   if (bytes == 0) return 0;
   if (bytes < 8) violation(peer, "is cut short (" + std::to_string(bytes) + " bytes)");
   const uint32_t num_pairs = read_u32(section);
@@ -91,7 +92,8 @@ int64_t read_ids_header(const StepPlan& plan, int peer, const std::byte* section
     offset += run_bytes;
     total += count;
   }
-  if (offset != bytes)
+  if (end) *end = offset;
+  if (!end && offset != bytes)
     violation(peer, "has " + std::to_string(bytes) + " bytes where its counts need " + std::to_string(offset));
   return total;
 }

@@ -30,9 +30,9 @@ void write_table_ids(const Table& table, const uint64_t* ids, int64_t count, std
 
 // Reads the counts of a section of `bytes` bytes from `peer`; appends its runs, whose `start` counts on from
 // `first_row`, and where each run's ids lie. Throws ProtocolViolation for counts that do not add up to `bytes`, before
-// reading a byte outside the section. Returns the number of ids.
+// reading a byte outside the section. Returns the number of ids. With `end` more may follow: it is set to the bytes read.
 int64_t read_ids_header(const StepPlan& plan, int peer, const std::byte* section, int64_t bytes, int64_t first_row,
-                        std::vector<Run>* runs, std::vector<const std::byte*>* data);
+                        std::vector<Run>* runs, std::vector<const std::byte*>* data, int64_t* end = nullptr);
 
 // Decodes a run's ids and checks that each lies in its table and is a row of `owner`.
 void read_ids(const StepPlan& plan, int peer, int owner, int table, const std::byte* data, int64_t count, int64_t* ids);
