@@ -9,13 +9,13 @@ Invariants, asserted by number in the test:
 
 How a table is chosen: by the option that costs its owners least in all among those whose largest piece is no more than
 a fair share of all tables on one worker; where there is none, the one with the smallest pieces. Then tables on the
-fullest worker are cut finer while that helps, at most ``ROUNDS_MAX`` times.
+fullest worker are cut finer while that helps, with at most ``TRIES_MAX`` tries.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from shoal.kernels.column_blocks import column_widths, cut_columns
 from shoal.kernels.errors import ConfigError, PlanError
@@ -46,8 +46,9 @@ AUTO_TYPES = (
 _CUTS = (2, 4)
 #: The narrowest column block that is tried, in columns: narrower rows cost more in ids and metadata than in values.
 _NARROWEST = 32
-#: Times that tables of the fullest worker are cut finer.
-ROUNDS_MAX = 8
+#: Times that a table of the fullest worker is tried in smaller pieces: between these, so many that tries times tables
+#: times workers is about this.
+TRIES_MIN, TRIES_MAX, TRIES_SIZE = 3, 64, 4_000_000
 #: Good enough: the fullest worker over the mean.
 IMBALANCE_GOAL = 1.05
 
@@ -111,18 +112,43 @@ def plan_tables(
     if topology.memory_bytes_per_worker is not None:
         chosen = _make_room(specs, options, chosen, topology)
     plan = maker.plan(specs, chosen, share)
-    for _ in range(ROUNDS_MAX if profiles is not None else 0):
-        finer = None if plan.imbalance <= IMBALANCE_GOAL else _cut_finer(plan, options, chosen)
-        if finer is None:
-            break
-        try:
-            other = maker.plan(specs, finer, share)
-        except PlanError:
-            break
-        if max(other.worker_loads) >= max(plan.worker_loads):
-            break
-        plan, chosen = other, finer
-    return plan
+    return plan if profiles is None else _improve(plan, specs, maker, options, chosen, share)
+
+
+def _improve(
+    plan: Plan,
+    specs: Sequence[TableSpec],
+    maker: _Options,
+    options: Mapping[str, Sequence[_Option]],
+    chosen: Mapping[str, _Option],
+    share: float,
+) -> Plan:
+    """``plan`` with tables of the fullest worker cut finer while that makes it less full; a bounded number of tries."""
+    size = max(1, len(specs)) * plan.world_size
+    num_left = min(TRIES_MAX, max(TRIES_MIN, TRIES_SIZE // size))
+    best = plan
+    is_better = True
+    while is_better and best.imbalance > IMBALANCE_GOAL:
+        is_better = False
+        for finer in _cut_finer(plan, options, chosen):
+            if num_left == 0:
+                return best
+            num_left -= 1
+            try:
+                other = maker.plan(specs, finer, share)
+            except PlanError:
+                continue
+            # Two workers may be full for the same reason: the maximum falls only when both are relieved.
+            if _unevenness(other) < _unevenness(plan):
+                plan, chosen, is_better = other, finer, True
+                best = min(best, plan, key=lambda plan: max(plan.worker_loads))
+                break
+    return best
+
+
+def _unevenness(plan: Plan) -> float:
+    """Falls with every step of ``_improve``, so that it ends."""
+    return sum(load * load for load in plan.worker_loads)
 
 
 def plan_whole_tables(
@@ -178,18 +204,16 @@ def _smallest_piece(option: _Option) -> tuple[float, float]:
 
 def _cut_finer(
     plan: Plan, options: Mapping[str, Sequence[_Option]], chosen: Mapping[str, _Option]
-) -> dict[str, _Option] | None:
-    """``chosen`` with the heaviest table of the fullest worker in smaller pieces; None where that cannot be."""
+) -> Iterator[dict[str, _Option]]:
+    """``chosen`` with one table of the fullest worker in smaller pieces: the heaviest table first, cheap cuts first."""
     full = plan.worker_loads.index(max(plan.worker_loads))
-    heaviest = sorted(plan.tables, key=lambda table: (-table.load_on(full), table.table))
-    for table in heaviest:
+    for table in sorted(plan.tables, key=lambda table: (-table.load_on(full), table.table)):
         if table.load_on(full) == 0:
-            return None
+            return
         now = chosen[table.table]
         smaller = [option for option in options[table.table] if option.peak < now.peak]
-        if smaller:
-            return {**chosen, table.table: min(smaller, key=lambda option: (option.total, option.peak))}
-    return None
+        for option in sorted(smaller, key=lambda option: (option.total, option.peak)):
+            yield {**chosen, table.table: option}
 
 
 def _place(specs: Sequence[TableSpec], chosen: Mapping[str, _Option], topology: Topology) -> dict[str, tuple[int, ...]]:
