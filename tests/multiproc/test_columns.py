@@ -16,6 +16,8 @@ import world as worlds
 from cut_tables import blocks_of, cut, whole_rows
 from test_session import OPTIMIZERS, STEPS, assert_close
 
+from shoal.kernels.spec import Flow, WireCodecs
+
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory):
@@ -67,6 +69,20 @@ def test_hierarchical_exchange_of_column_blocks_equals_plain_torch(hosts, source
     outcomes = worlds.run_world(len(hosts), specs, hosts=hosts, exchange="hierarchical", mirrored=("genre",))
     for name, spec, outcome in zip(names, specs, outcomes):
         assert outcome.errors == [None] * len(hosts), outcome.errors
+        whole = dataclasses.replace(outcome, rows=whole_rows(outcome.rows, blocks_of(spec)))
+        assert_close(whole, oracles[name], OPTIMIZERS[name])
+
+
+@pytest.mark.timeout(400)
+def test_the_pooled_flow_of_column_blocks_equals_plain_torch(source, oracles, tmp_path):
+    """S7, D3: sums of squares come from the gradients of bags."""
+    names = ["rowwise_adagrad", "adam"]
+    specs = [cut(parity.worker_spec(f"f{n}", source, OPTIMIZERS[n], tmp_path, checkpoint_at_end=False)) for n in names]
+    pooled = [block.name for block in blocks_of(specs[0]) if block.logical_name in parity.BAGS]
+    codecs = {name: WireCodecs(flow=Flow.POOLED) for name in pooled}
+    outcomes = worlds.run_world(2, specs, codecs=codecs)
+    for name, spec, outcome in zip(names, specs, outcomes):
+        assert outcome.errors == [None, None], outcome.errors
         whole = dataclasses.replace(outcome, rows=whole_rows(outcome.rows, blocks_of(spec)))
         assert_close(whole, oracles[name], OPTIMIZERS[name])
 

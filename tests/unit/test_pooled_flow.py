@@ -62,6 +62,18 @@ def test_with_one_row_block_pooled_has_the_bits_of_rows() -> None:
     assert _is_equal(_run(3, 1, POOLED[Flow.ROWS], 1), _run(3, 2, POOLED[Flow.POOLED], 1))
 
 
+@pytest.mark.parametrize("num_threads", [1, 3])
+def test_hot_rows_and_threads_do_not_change_bits(num_threads: int) -> None:
+    """A row of more than 512 positions is summed in segments, as in the rows flow."""
+    generator = torch.Generator().manual_seed(1)
+    values, offsets = torch.randint(0, 3, (8000,), generator=generator), torch.arange(0, 8001, 4)
+    batches = [[RankBatch(values, offsets, torch.rand(8000, generator=generator), 500)] * 2] * 2
+    placement = [np.zeros(1, np.uint16)] * 3
+    rows = ranks_of._Ranks("aa", placement, batches, wire=POOLED[Flow.ROWS], num_blocks=1)
+    pooled = ranks_of._Ranks("aa", placement, batches, wire=POOLED[Flow.POOLED], num_blocks=1, num_threads=num_threads)
+    assert _is_equal(rows, pooled)
+
+
 def test_long_bags_over_one_block_take_fewer_bytes_pooled() -> None:
     generator = torch.Generator().manual_seed(1)
     batches = []

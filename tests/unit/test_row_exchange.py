@@ -75,6 +75,7 @@ class _Ranks:
         codec: Codec = Codec.FP32,
         wire: list[WireCodecs] | None = None,
         num_blocks: int = 8,
+        num_threads: int = 1,
     ) -> None:
         world, tables = len(hosts), _tables(num_blocks)
         numbers = host_numbers(hosts)
@@ -85,14 +86,14 @@ class _Ranks:
         self.rows: dict[tuple[int, int], tuple[bytes, bytes]] = {}
 
         def train(rank: int) -> tuple[list[torch.Tensor], Exchange, RowStore, int]:
-            store = RowStore(tables, undo_steps=0)
+            store = RowStore(tables, undo_steps=0, num_threads=num_threads)
             for t, owners in enumerate(placement):
                 for block in np.nonzero(owners == rank)[0]:
                     store.add_block(t, int(block))
             plan = StepPlan(
                 store, tables, _FEATURES, placement, rank=rank, world_size=world,
                 hosts=numbers if is_hierarchical else (), mirrored=mirrored,
-                codecs=wire or [WireCodecs(codec, codec)] * len(tables),
+                codecs=wire or [WireCodecs(codec, codec)] * len(tables), num_threads=num_threads,
             )  # fmt: skip
             identity = Identity(run=1, epoch=0, rank=rank, world_size=world, plan_hash=plan.hash)
             exchange = Exchange(ThreadTransport(switch, rank, world, frozenset(near[rank])), identity)
