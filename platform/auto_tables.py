@@ -11,14 +11,11 @@ from collections.abc import Sequence
 from shoal.kernels.column_blocks import logical_table, logical_tables
 from shoal.kernels.spec import FeatureSpec, PoolingType, TableSpec
 from shoal.platform.config import JobConfig
-from shoal.platform.costs import Flow, TableProfile
+from shoal.platform.costs import TableProfile
 from shoal.platform.data_sample import DataSample
 from shoal.platform.plan import Plan
 from shoal.platform.planner import Constraint, plan_tables
 from shoal.platform.topology import Topology, uniform_hosts
-
-#: What the data plane runs.
-FLOWS: tuple[Flow, ...] = ("rows",)
 
 
 def job_topology(config: JobConfig, world_size: int, *, is_one_host: bool) -> Topology:
@@ -44,6 +41,7 @@ def job_constraints(config: JobConfig, tables: Sequence[TableSpec]) -> dict[str,
             sharding_types=None if is_auto else (table.placement,),
             column_blocks=table.column_blocks,
             num_row_blocks=table.num_blocks if is_auto else blocks[0].num_blocks,
+            flow=table.flow or "rows",
             values_codec=table.values_codec or "fp32",
             gradients_codec=table.gradients_codec or "fp32",
             has_own_statistic=table.optimizer_scope == "shard",
@@ -94,7 +92,6 @@ def plan_job_tables(
         topology,
         constraints=job_constraints(config, tables),
         profiles=table_profiles(tables, features, sample, batch_rows),
-        flows=FLOWS,
     )
 
 
