@@ -56,8 +56,8 @@ class FailureConfig(Config):
     prepare_timeout_s: float = bounded(600.0, above=0, high=86_400)
     """Preparing one view change, from the order to the last copy, in seconds; then it is abandoned."""
     lease_s: float = bounded(5.0, above=0, high=3600)
-    """A worker without contact to the controller for this long begins no checkpoint, in seconds. A worker that cannot be
-    reached, and so cannot be ended, is given up after the same time."""
+    """A worker without contact to the controller for this long begins no checkpoint, in seconds. A worker that cannot
+    be reached, and so cannot be ended, is given up after the same time."""
     controller_lease_s: float = bounded(60.0, above=0, high=86_400)
     """How long workers train on without a controller, in seconds; then all of them wait at one step."""
     orphan_s: float = bounded(120.0, above=0, high=86_400)
