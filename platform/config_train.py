@@ -169,7 +169,7 @@ class TableConfig(Config):
     flow: Literal["rows", "pooled"] | None = None
     """What a row's owner returns: ``rows`` (default): each row once, for bags made by the worker that asks. ``pooled``:
     partial sums of each bag, one per row block: fewer bytes for long bags over few row blocks (num_blocks 1, or
-    placement_exact false). It needs pooled features without learned weights, and makes scaling.exchange flat."""
+    placement_exact false). It needs pooled features without learned weights, and scaling.exchange flat."""
     placement_exact: bool | None = None
     """With flow pooled: false sums per worker instead of per row block. Results then differ in rounding when rows move
     or the number of workers changes. True by default."""
