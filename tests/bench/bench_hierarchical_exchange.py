@@ -7,7 +7,6 @@ over a million ids, new ones each step. A step is route, ids, rows, pooling, gra
 
 from __future__ import annotations
 
-import multiprocessing
 import statistics
 from typing import Any
 
@@ -16,7 +15,7 @@ import numpy as np
 import torch
 import two_hosts
 
-from shoal.actors.groups import GroupSpec, form, host_store
+from shoal.actors.groups import GroupSpec, form
 from shoal.jobs.zipf import bounded_zipf
 from shoal.kernels.exchange import Exchange
 from shoal.kernels.frame import Identity, Kind
@@ -109,10 +108,7 @@ def run_rank(rank: int, names: list[str], port: int, meet: Any, results: Any) ->
     """All cases on one rank; rank 0 changes the network's limit and reports seconds, every rank its bytes."""
     two_hosts.enter(names[HOSTS[rank]])
     torch.set_num_threads(1)
-    common: dict[str, Any] = {
-        "run": "bench-hierarchical", "rank": rank, "hosts": tuple(str(host) for host in HOSTS), "timeout_s": 60.0,
-        "store_host": two_hosts.PARENT_ADDRESS, "store_port": port, "bind_address": two_hosts.address_of(HOSTS[rank]),
-    }  # fmt: skip
+    common = two_hosts.group_options("bench-hierarchical", rank, HOSTS, port)
     flat = Side(form(GroupSpec(epoch=0, **common)), is_hierarchical=False)
     ours = Side(form(GroupSpec(epoch=1, has_local=True, **common)), is_hierarchical=True)
     for rate in RATES:
@@ -166,26 +162,11 @@ def minima(alpha: float) -> dict[str, float]:
 
 def measure() -> dict[tuple[int, float], dict[int, tuple[dict[str, list[float]], tuple[int, int]]]]:
     """(rate, alpha) -> rank -> (seconds by side, bytes sent across hosts by side)."""
-    context = multiprocessing.get_context("spawn")
-    with two_hosts.two_hosts() as names:
-        store, _, port = host_store(two_hosts.PARENT_ADDRESS)
-        meet, results = context.Barrier(len(HOSTS)), context.Queue()
-        processes = [
-            context.Process(target=run_rank, args=(rank, names, port, meet, results)) for rank in range(len(HOSTS))
-        ]
-        for process in processes:
-            process.start()
-        found: dict[tuple[int, float], dict[int, Any]] = {}
-        try:
-            for _ in range(len(RATES) * len(ALPHAS) * len(HOSTS)):
-                rate, alpha, rank, seconds, sent = results.get(timeout=300)
-                found.setdefault((rate, alpha), {})[rank] = (seconds, sent)
-        finally:
-            for process in processes:
-                process.join(20)
-                if process.is_alive():
-                    process.kill()
-            del store
+    found: dict[tuple[int, float], dict[int, Any]] = {}
+    for rate, alpha, rank, seconds, sent in two_hosts.run_on_hosts(
+        HOSTS, run_rank, len(RATES) * len(ALPHAS) * len(HOSTS)
+    ):
+        found.setdefault((rate, alpha), {})[rank] = (seconds, sent)
     return found
 
 

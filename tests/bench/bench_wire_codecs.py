@@ -8,7 +8,6 @@ end, five seeds with fp32 and five with int8; a worker's own rows are rounded as
 from __future__ import annotations
 
 import dataclasses
-import multiprocessing
 import shutil
 import statistics
 import sys
@@ -24,7 +23,7 @@ import torch
 import two_hosts
 from bench_hierarchical_exchange import DIM, HOSTS, NUM_BATCHES, Side, ids_of
 
-from shoal.actors.groups import GroupSpec, form, host_store
+from shoal.actors.groups import GroupSpec, form
 from shoal.jobs import quickstart
 from shoal.jobs.train import ElasticTrainer
 from shoal.kernels.codec import encoded_bytes
@@ -45,10 +44,7 @@ def run_rank(rank: int, names: list[str], port: int, meet: Any, results: Any) ->
     """All codecs, both ways, in turn."""
     two_hosts.enter(names[HOSTS[rank]])
     torch.set_num_threads(1)
-    common: dict[str, Any] = {
-        "run": "bench-codecs", "rank": rank, "hosts": tuple(str(host) for host in HOSTS), "timeout_s": 60.0,
-        "store_host": two_hosts.PARENT_ADDRESS, "store_port": port, "bind_address": two_hosts.address_of(HOSTS[rank]),
-    }  # fmt: skip
+    common = two_hosts.group_options("bench-codecs", rank, HOSTS, port)
     sides = {}
     for number, codec in enumerate(Codec):
         for way in ("flat", "hierarchical"):
@@ -70,21 +66,7 @@ def run_rank(rank: int, names: list[str], port: int, meet: Any, results: Any) ->
 
 def network_cases() -> list[dict[str, Any]]:
     """Bytes across hosts and time of a step, by way and codec."""
-    context = multiprocessing.get_context("spawn")
-    with two_hosts.two_hosts() as names:
-        store, _, port = host_store(two_hosts.PARENT_ADDRESS)
-        meet, results = context.Barrier(len(HOSTS)), context.Queue()
-        processes = [context.Process(target=run_rank, args=(r, names, port, meet, results)) for r in range(len(HOSTS))]
-        for process in processes:
-            process.start()
-        try:
-            found = [results.get(timeout=300) for _ in HOSTS]
-        finally:
-            for process in processes:
-                process.join(20)
-                if process.is_alive():
-                    process.kill()
-            del store
+    found = two_hosts.run_on_hosts(HOSTS, run_rank, len(HOSTS))
     seconds = {n: [max(t) for t in zip(*(by_side[n] for _, by_side, _ in found))] for n in found[0][1]}
     sent = {n: sum(by_side[n] for _, _, by_side in found) for n in found[0][2]}
     unique = statistics.mean(len(np.unique(ids_of(0, batch, ALPHA))) for batch in range(NUM_BATCHES))

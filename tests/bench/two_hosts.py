@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import multiprocessing
 import os
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from shoal.actors.groups import host_store
 
 _CLONE_NEWNET = 0x40000000
 _SUBNET = "10.213.77"
@@ -73,3 +77,37 @@ def enter(name: str) -> None:
             raise OSError(ctypes.get_errno(), f"cannot enter network namespace {name}")
     finally:
         os.close(descriptor)
+
+
+def group_options(run: str, rank: int, hosts: Sequence[int], store_port: int) -> dict[str, Any]:
+    """What GroupSpec must know of a rank on these hosts, but for the epoch."""
+    return {
+        "run": run,
+        "rank": rank,
+        "hosts": tuple(str(host) for host in hosts),
+        "timeout_s": 60.0,
+        "store_host": PARENT_ADDRESS,
+        "store_port": store_port,
+        "bind_address": address_of(hosts[rank]),
+    }
+
+
+def run_on_hosts(hosts: Sequence[int], body: Callable[..., None], num_results: int) -> list[Any]:
+    """Run ``body(rank, names, store_port, barrier, results)`` in a process per rank; the ``num_results`` they put."""
+    context = multiprocessing.get_context("spawn")
+    with two_hosts() as names:
+        store, _, port = host_store(PARENT_ADDRESS)
+        meet, results = context.Barrier(len(hosts)), context.Queue()
+        processes = [
+            context.Process(target=body, args=(rank, names, port, meet, results)) for rank in range(len(hosts))
+        ]
+        for process in processes:
+            process.start()
+        try:
+            return [results.get(timeout=300) for _ in range(num_results)]
+        finally:
+            for process in processes:
+                process.join(20)
+                if process.is_alive():
+                    process.kill()
+            del store
