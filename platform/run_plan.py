@@ -16,6 +16,11 @@ from shoal.platform.state_messages import RunPhase
 from shoal.platform.storage import Storage
 
 
+def plain_codecs(table: TableSpec) -> WireCodecs:
+    """fp32 for every table."""
+    return WireCodecs()
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RunPlan:
     """What the controller needs to know of a job; picklable."""
@@ -27,7 +32,7 @@ class RunPlan:
     storage: Storage
     steps_total: int
     sharding: Callable[[TableSpec], ShardingType]
-    codecs: Callable[[TableSpec], WireCodecs] = lambda table: WireCodecs()
+    codecs: Callable[[TableSpec], WireCodecs] = plain_codecs
     #: Table -> what placement evens out; None: its bytes.
     loads: Callable[[TableSpec], float] | None = None
     resume: str | int = "auto"
