@@ -168,7 +168,11 @@ def _drain(
     left_s = min(snapshot.draining[worker] for worker in going) - now
     is_pressing = left_s <= 2 * snapshot.copy_time_s
     waits = failure.loss_policy(is_elastic=config.is_elastic) != "shrink" or wanted < least
-    if wanted < 1 or (len(joiners) < len(going) and waits and not is_pressing):
+    if len(joiners) < len(going) and waits and not is_pressing:
+        # As many as can be replaced go now, those on the nodes that go first; the others wait for their replacements.
+        going = sorted(going, key=lambda worker: snapshot.draining[worker])[: len(joiners)]
+        wanted = len(snapshot.members)
+    if wanted < 1 or not going:
         return None
     below = f", below the minimum of {least}" if wanted < least else ""
     reason = f"{len(going)} workers are on nodes that go in {left_s:.0f} s, {len(joiners)} replaced{below}"
@@ -220,8 +224,9 @@ def _capacity(
     """Growth towards the maximum, with workers that are ready."""
     if snapshot.target is not None:
         return None
-    wanted = worker_bounds(config, None)[1]
-    interval_s = config.elastic_resize_monitor_interval_s
+    least, wanted = worker_bounds(config, None)
+    # A run with too few workers does not wait to have enough again.
+    interval_s = config.elastic_resize_monitor_interval_s if len(snapshot.members) >= least else 0.0
     return _resize(snapshot, now, wanted, Cause.CAPACITY, f"room for more, {wanted} at most", interval_s=interval_s)
 
 

@@ -35,14 +35,14 @@ def oracles(source):
 @pytest.mark.timeout(400)
 def test_training_over_column_blocks_equals_plain_torch(num_workers, source, oracles, tmp_path):
     """Promise 1: shared features, SUM, MEAN and a sequence; uneven widths; any world size; 1e-5 after 50 steps."""
-    specs = [
-        cut(parity.worker_spec(f"c{n}", source, o, tmp_path, checkpoint_at_end=False)) for n, o in OPTIMIZERS.items()
-    ]
+    # Optimizers whose state is all by element do not know of columns: one world size will do.
+    names = list(OPTIMIZERS) if num_workers == 2 else ["rowwise_adagrad", "adam"]
+    specs = [cut(parity.worker_spec(f"c{n}", source, OPTIMIZERS[n], tmp_path, checkpoint_at_end=False)) for n in names]
     outcomes = worlds.run_world(num_workers, specs)
-    for (name, optimizer), spec, outcome in zip(OPTIMIZERS.items(), specs, outcomes):
+    for name, spec, outcome in zip(names, specs, outcomes):
         assert outcome.errors == [None] * num_workers, outcome.errors
         whole = dataclasses.replace(outcome, rows=whole_rows(outcome.rows, blocks_of(spec)))
-        assert_close(whole, oracles[name], optimizer)
+        assert_close(whole, oracles[name], OPTIMIZERS[name])
 
 
 def test_only_shared_row_wise_state_costs_a_collective(source, tmp_path):
@@ -60,7 +60,7 @@ def test_only_shared_row_wise_state_costs_a_collective(source, tmp_path):
     assert per_step("rowwise_adagrad", True) == whole + 1
 
 
-@pytest.mark.parametrize("hosts", ["aab", "abab"])
+@pytest.mark.parametrize("hosts", ["abab"])
 @pytest.mark.timeout(400)
 def test_hierarchical_exchange_of_column_blocks_equals_plain_torch(hosts, source, oracles, tmp_path):
     """S7 over merged requests: owners on different hosts still agree on a row block's rows and their order."""

@@ -65,15 +65,16 @@ def test_training_equals_plain_torch_at_any_world_size(num_workers, source, orac
         assert_close(outcome, oracles[name], optimizer)
 
 
-@pytest.mark.parametrize(("hosts", "transport"), [("ab", "auto"), ("aab", "auto"), ("abab", "auto"), ("aabb", "gloo")])
+@pytest.mark.parametrize(("hosts", "transport"), [("aab", "auto"), ("abab", "auto"), ("aab", "gloo")])
 @pytest.mark.timeout(400)
 def test_hierarchical_exchange_and_a_data_parallel_table_equal_plain_torch(hosts, transport, source, oracles, tmp_path):
-    specs = [parity.worker_spec(f"h{n}", source, o, tmp_path, checkpoint_at_end=False) for n, o in OPTIMIZERS.items()]
+    names = ("rowwise_adagrad", "adam")
+    specs = [parity.worker_spec(f"h{n}", source, OPTIMIZERS[n], tmp_path, checkpoint_at_end=False) for n in names]
     outcomes = worlds.run_world(
         len(hosts), specs, hosts=hosts, transport=transport, exchange="hierarchical", mirrored=("genre",)
     )
-    for (name, optimizer), outcome in zip(OPTIMIZERS.items(), outcomes):
-        assert_close(outcome, oracles[name], optimizer)
+    for name, outcome in zip(names, outcomes):
+        assert_close(outcome, oracles[name], OPTIMIZERS[name])
 
 
 @pytest.mark.parametrize("hosts", ["a", "aa", "aab"])

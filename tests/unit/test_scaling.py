@@ -152,6 +152,23 @@ def test_a_replacement_takes_the_leavers_rank():
     assert decision is not None and decision.replaced == {"c1": "b1"} and decision.wanted == 2
 
 
+def test_of_several_draining_workers_as_many_go_as_there_are_replacements():
+    draining = {"a1": NOW + 60, "b1": NOW + 40}
+    decision = decide(snapshot("a1 b1", ready="c1", draining=draining), FIXED)
+    assert decision is not None and decision.replaced == {"c1": "b1"}  # the one whose node goes first
+    assert (decision.wanted, decision.leavers) == (2, ("b1",))
+    rest = snapshot("a1 c1", draining={"a1": NOW + 60}, last_change_s=NOW)
+    assert decide(rest, FIXED) is None
+    assert demand(rest, FIXED).num_open == 1
+
+
+def test_a_run_below_its_minimum_grows_as_soon_as_a_worker_is_ready():
+    for config in (FIXED, ELASTIC):
+        decision = decide(snapshot("a1", ready="b1", last_change_s=NOW - 0.1, ready_since_s=NOW - 60), config)
+        assert decision is not None and decision.joiners == ("b1",)
+    assert decide(snapshot("a1 b1", ready="c1", last_change_s=NOW - 0.1, ready_since_s=NOW - 60)) is None
+
+
 def test_a_run_at_its_minimum_waits_for_a_replacement_until_the_deadline_presses():
     waiting = snapshot("a1 b1", draining={"b1": NOW + 60}, copy_time_s=5)
     assert decide(waiting, FIXED) is None
