@@ -183,6 +183,7 @@ class ControllerState:
         #: Epoch for which evenness has been looked at, and what was found.
         self._evenness: tuple[int, str | None] = (-1, None)
         self._last_change_s = float("-inf")
+        self._lacking: tuple[int, float] | None = None
         self._retry_at_s, self._num_retries = 0.0, 0
         self._stop_reason: str | None = None
         self._stop_asked_s = self._saved_s = float("-inf")
@@ -560,9 +561,16 @@ class ControllerState:
             # A part of the last checkpoint died with its worker, or with the controller that had been given it.
             self._is_adopted = False
             self._begin_incident(f"a part of the last checkpoint, of step {step}, is lost", None)
-        else:
+        elif self._lacks_since(step) + self.spec.limits.answer_timeout_s < self.now_s:
             self._end(RunPhase.FAILED, f"the last checkpoint, of step {step}, was not written")
+        # Else its parts may be in an answer to a poll that a later one has overtaken.
         return True
+
+    def _lacks_since(self, step: int) -> float:
+        """When it was first seen that all have finished, but the checkpoint of ``step`` is not there."""
+        if self._lacking is None or self._lacking[0] != step:
+            self._lacking = (step, self.now_s)
+        return self._lacking[1]
 
     def _lacks_checkpoint(self, step: int) -> bool:
         return self.spec.has_final_checkpoint and self.durable_step != step

@@ -311,6 +311,20 @@ def test_a_last_checkpoint_that_failed_fails_the_run():  # 6
     assert end.phase is RunPhase.FAILED and "step 9" in end.reason and "disk full" in end.reason
 
 
+def test_a_part_may_come_after_the_news_that_its_worker_has_finished():  # 5, 6
+    run = Run(1, 1).start()
+    assert not run.of(EndRun, finish(run))  # an answer to a poll has overtaken the one with the part
+    assert not run.of(EndRun, run.send(Tick))
+    run.send(PartWritten, part=part(0))
+    (end,) = run.of(EndRun, run.send(ManifestWritten, epoch=0, step=9))
+    assert end.phase is RunPhase.FINISHED
+    late = Run(1, 1).start()
+    finish(late)
+    late.now_s += late.state.spec.limits.answer_timeout_s
+    (end,) = late.of(EndRun, late.send(Tick))
+    assert end.phase is RunPhase.FAILED and "step 9, was not written" in end.reason
+
+
 def test_a_stop_is_asked_of_one_worker_and_an_overdue_one_ends():  # 7
     run = Run(2, 2).start()
     assert not run.send(StopOverdue, limit_s=1.0)
