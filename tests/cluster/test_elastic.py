@@ -220,7 +220,7 @@ def test_worker_of_a_lost_node_is_replaced_on_a_spare_node(cluster, data, tmp_pa
     end(run)
 
 
-@pytest.mark.skip(reason="passed alone and in two runs of this file, failed in a third after the others; cause not found")
+@pytest.mark.skip(reason="passed alone and in two runs of this file, failed in one after the others; cause not found")
 def test_two_workers_of_a_lost_node_have_their_copies_on_another(cluster, data, tmp_path):
     run = start(data, tmp_path, "pair", scaling={"num_workers": [1, 4], "elastic_resize_monitor_interval_s": 600})
     step = protected(run)
