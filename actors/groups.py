@@ -306,9 +306,13 @@ class _Former:
         options._threads = 2
         return options
 
+    def _local_ranks(self) -> list[int]:
+        """Ranks of this rank's host, ascending."""
+        return [rank for rank, host in enumerate(self.spec.hosts) if host == self.spec.hosts[self.spec.rank]]
+
     def _transport(self, roll_call: RollCall) -> Transport:
         spec = self.spec
-        local = [rank for rank, host in enumerate(spec.hosts) if host == spec.hosts[spec.rank]]
+        local = self._local_ranks()
         has_shm = spec.transport != "gloo" and self._all_hosts_have_shm(len(local))
         if has_shm and len(local) == spec.world_size:
             return self._shm(local)
@@ -328,14 +332,13 @@ class _Former:
         """The transport among the ranks of this host: shared memory that is there already, or Gloo."""
         if isinstance(transport, CompositeTransport):
             return transport.local_transport
-        spec = self.spec
-        local = [rank for rank, host in enumerate(spec.hosts) if host == spec.hosts[spec.rank]]
-        if len(local) == spec.world_size:
+        local = self._local_ranks()
+        if len(local) == self.spec.world_size:
             return transport
         if len(local) == 1:
             return LoopbackTransport()
         group, sockets = self._form_gloo(f"local-{local[0]}", local)
-        number = local.index(spec.rank)
+        number = local.index(self.spec.rank)
         return GlooTransport(group, number, len(local), sockets=sockets, local_ranks=frozenset(range(len(local))))
 
     def _all_hosts_have_shm(self, num_local: int) -> bool:

@@ -227,12 +227,12 @@ class Session:
         once: a step of several micro-batches is one batch, tables included.
         """
         round_ = self._rounds[0]
-        if round_.grads is None:
-            round_.outputs = [output.detach() for output in round_.outputs]
-            round_.grads = [torch.zeros_like(output) for output in round_.outputs]
         weights = round_.kjt.weights_or_none()
         if weights is not None and weights.requires_grad:
             raise ConfigError("per-sample weights that are learned need train.gradient_accumulation_steps 1")
+        if round_.grads is None:
+            round_.outputs = [output.detach() for output in round_.outputs]
+            round_.grads = [torch.zeros_like(output) for output in round_.outputs]
         parts = []
         for spec, output, grad in zip(self.plan.outputs, round_.outputs, round_.grads):
             first, last = start, stop
@@ -264,12 +264,9 @@ class Session:
             return self._of_collection(self._micro.outputs, collection)
         for round_ in self._rounds:
             if round_.kjt is kjt and collection in round_.collections:
-                return self._outputs_of(round_, collection)
+                return self._of_collection(round_.outputs, collection)
         self._run_lookup(kjt, collection, Kind.BATCH, 0.0, NO_FLAGS, None)
-        return self._outputs_of(self._rounds[-1], collection)
-
-    def _outputs_of(self, round_: _Round, collection: int) -> list[Tensor]:
-        return self._of_collection(round_.outputs, collection)
+        return self._of_collection(self._rounds[-1].outputs, collection)
 
     def _of_collection(self, outputs: Sequence[Tensor], collection: int) -> list[Tensor]:
         return [t for spec, t in zip(self.plan.outputs, outputs) if spec.collection == collection]

@@ -226,9 +226,9 @@ class HierarchicalRows:
         return np.concatenate([np.where(self._is_near, ids, 0)[None, :], requests[None, :], self._mirrors.sections()])
 
     def fetch(self, lookup: Lookup, step: int, headers: Headers, mark: Mark) -> np.ndarray:
-        relay = self._request(lookup, step, headers.section_bytes[1][self._locals])
-        mark("F")
         ids = lookup.id_bytes()
+        relay = self._request(lookup, ids, step, headers.section_bytes[1][self._locals])
+        mark("F")
         out = np.where(self._is_near, ids, relay.id_bytes())[None, :]
         merged = self._exchange.header(Kind.RELAY, step, sections=out)
         near = headers.section_bytes[0]
@@ -261,12 +261,15 @@ class HierarchicalRows:
         mark("F")
         return np.where(self._is_near, rows, carried[self.carriers.carrier] + offsets)
 
-    def _request(self, lookup: Lookup, step: int, incoming: np.ndarray) -> _core.Relay:
-        """Bring this host's requests for other hosts to their carriers, and merge what this rank carries."""
-        offsets, sizes = self.carriers.lay_out(lookup.id_bytes(), has_index=True)
+    def _request(self, lookup: Lookup, ids: np.ndarray, step: int, incoming: np.ndarray) -> _core.Relay:
+        """Bring this host's requests for other hosts to their carriers, and merge what this rank carries.
+
+        ``ids`` int64 [W]: bytes of ids for each rank.
+        """
+        offsets, sizes = self.carriers.lay_out(ids, has_index=True)
         round_ = self.local.round(Kind.IDS, step, sizes[None, :], incoming[None, :])
         messages = round_.send_addresses[0]
-        self._write_index(lookup, messages, sizes)
+        self._write_index(ids[self.carriers.order], messages, sizes)
         lookup.write_ids(self._far(messages, offsets))
         sources = round_.run()
         relay = self._relays.get(id(lookup))
@@ -283,8 +286,7 @@ class HierarchicalRows:
         self.num_merged += merged
         return relay
 
-    def _write_index(self, lookup: Lookup, messages: np.ndarray, sizes: np.ndarray) -> None:
-        ids = lookup.id_bytes()[self.carriers.order]
+    def _write_index(self, ids: np.ndarray, messages: np.ndarray, sizes: np.ndarray) -> None:
         for number, (start, end) in enumerate(zip(self.carriers.starts[:-1], self.carriers.starts[1:])):
             if sizes[number]:
                 ctypes.memmove(int(messages[number]), ids[start:end].tobytes(), 8 * int(end - start))

@@ -10,10 +10,8 @@ from __future__ import annotations
 
 import itertools
 import json
-import os
 import statistics
 import sys
-import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -24,7 +22,6 @@ import harness
 import numpy as np
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from bench_step_vs_torchrec import _in_step
 
 EXPECTATION = (
@@ -137,22 +134,14 @@ def run_rank(rank: int, torch_port: int, result_path: str) -> None:
     import step_torchrec
     from step_shoal import SameDense, ShoalRank
 
-    from shoal.actors.groups import host_store
     from shoal.jobs import workloads
 
-    step_torchrec.quieten()
-    os.environ.update(RANK=str(rank), WORLD_SIZE=str(WORLD), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(WORLD))
-    torch.set_num_threads(1)
-    store = dist.TCPStore("127.0.0.1", torch_port, is_master=False)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=WORLD)
-    own_store, _, port = host_store() if rank == 0 else (None, "", 0)
-    ports = [port]
-    dist.broadcast_object_list(ports, src=0)
+    own_store, port = step_torchrec.join(rank, WORLD, torch_port)
     workload = workloads.dlrm_step()
     batches = [step_torchrec.Raw(workload, 1000 * rank + index) for index in range(NUM_BATCHES)]
 
     def ours(epoch: int, **options: Any) -> Callable[[], Any]:
-        return ShoalRank(SameDense, workload, rank, WORLD, ports[0], epoch, **options).step_over(batches)
+        return ShoalRank(SameDense, workload, rank, WORLD, port, epoch, **options).step_over(batches)
 
     sides: dict[str, Callable[[], Any]] = {
         "dense": step_torchrec.dense_step(workload, batches, False),
@@ -162,7 +151,7 @@ def run_rank(rank: int, torch_port: int, result_path: str) -> None:
         "ours column_wise": ours(1, column_blocks=2),
         "ours column_wise, scope shard": ours(2, column_blocks=2, optimizer_scope="shard"),
         "torchrec sequence row_wise": TorchRecSequences(workload).step_over(batches),
-        "ours sequence row_wise": ShoalSequences(workload, rank, ports[0], 3).step_over(batches),
+        "ours sequence row_wise": ShoalSequences(workload, rank, port, 3).step_over(batches),
     }
     # Rows are created at their first step: all batches once before timing, so that timed steps create none.
     for name, step in sides.items():
@@ -180,11 +169,7 @@ def run_rank(rank: int, torch_port: int, result_path: str) -> None:
 
 def main() -> list[dict[str, Any]]:
     """Measure and write results/sharding_vs_torchrec.json."""
-    torch_store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    with tempfile.TemporaryDirectory() as folder:
-        path = str(Path(folder) / "result.json")
-        mp.spawn(run_rank, args=(torch_store.port, path), nprocs=WORLD)
-        record = json.loads(Path(path).read_text(encoding="utf-8"))
+    record = harness.record_of_ranks(run_rank, WORLD)
     times = record["times"]
     dense = statistics.median(times["dense"])
     cases = []

@@ -6,7 +6,6 @@ import json
 import os
 import statistics
 import sys
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +13,6 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 import harness
 import torch
-import torch.distributed as dist
-import torch.multiprocessing as mp
 
 EXPECTATION = (
     "26 tables x 200 k x 32, batch 2,048 per worker, bounded Zipf 1.2, row-wise Adagrad, shipped DLRM, shared memory. "
@@ -61,11 +58,7 @@ def run_rank(rank: int, port: int, result_path: str) -> None:
 def main() -> list[dict[str, Any]]:
     """Measure and write the results."""
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    with tempfile.TemporaryDirectory() as folder:
-        path = str(Path(folder) / "result.json")
-        mp.spawn(run_rank, args=(store.port, path), nprocs=WORLD)
-        record = json.loads(Path(path).read_text(encoding="utf-8"))
+    record = harness.record_of_ranks(run_rank, WORLD)
     phases = record["phases"]
     cases = []
     for name in (*PROTOTYPE_MS, "dense"):

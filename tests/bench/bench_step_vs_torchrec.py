@@ -9,7 +9,6 @@ import json
 import os
 import statistics
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -18,9 +17,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent))
 
 import harness
-import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 
 EXPECTATION = (
     "TorchRec moves 26 x 2,048 pooled vectors of 128 bytes per worker each way (6.8 MB) through Gloo and sums "
@@ -44,19 +41,9 @@ def run_rank(rank: int, world_size: int, torch_port: int, result_path: str) -> N
     import step_torchrec
     from step_shoal import SameDense, ShippedDense, ShoalRank
 
-    from shoal.actors.groups import host_store
     from shoal.jobs import workloads
 
-    step_torchrec.quieten()
-    os.environ.update(
-        RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(world_size)
-    )
-    torch.set_num_threads(1)
-    store = dist.TCPStore("127.0.0.1", torch_port, is_master=False)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
-    own_store, _, port = host_store() if rank == 0 else (None, "", 0)
-    ports = [port]
-    dist.broadcast_object_list(ports, src=0)
+    own_store, port = step_torchrec.join(rank, world_size, torch_port)
     workload = workloads.dlrm_step()
     batches = [step_torchrec.Raw(workload, 1000 * rank + index) for index in range(NUM_BATCHES)]
     plain, pipelined = (step_torchrec.TorchRecModel(workload, world_size) for _ in range(2))
@@ -72,8 +59,8 @@ def run_rank(rank: int, world_size: int, torch_port: int, result_path: str) -> N
         return run
 
     ours = {
-        "same_dense": ShoalRank(SameDense, workload, rank, world_size, ports[0], 0),
-        "shipped": ShoalRank(ShippedDense, workload, rank, world_size, ports[0], 1),
+        "same_dense": ShoalRank(SameDense, workload, rank, world_size, port, 0),
+        "shipped": ShoalRank(ShippedDense, workload, rank, world_size, port, 1),
     }
     sides = {
         "torchrec plain": with_interaction(plain, steps["plain"], False),
@@ -119,11 +106,7 @@ def _medians_ms(phases: list[Mapping[str, float]]) -> dict[str, float]:
 
 def measure(world_size: int) -> dict[str, Any]:
     """Seconds per side and round, and our phases, of a world of ``world_size`` processes."""
-    torch_store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    with tempfile.TemporaryDirectory() as folder:
-        path = str(Path(folder) / "result.json")
-        mp.spawn(run_rank, args=(world_size, torch_store.port, path), nprocs=world_size)
-        return json.loads(Path(path).read_text(encoding="utf-8"))
+    return harness.record_of_ranks(run_rank, world_size, world_size)
 
 
 def cases_of(world_size: int, record: dict[str, Any]) -> list[dict[str, Any]]:

@@ -11,6 +11,7 @@ import json
 import os
 import platform
 import statistics
+import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -49,6 +50,21 @@ def alternate(
             if index >= warmup:
                 times[name].append(elapsed)
     return times
+
+
+def record_of_ranks(run_rank: Callable[..., None], world_size: int, *args: Any) -> Any:
+    """What rank 0 of ``world_size`` new processes writes as JSON: each is ``run_rank(rank, *args, port, path)``.
+
+    ``port`` is that of a store of torch on 127.0.0.1, ``path`` the file to write.
+    """
+    import torch.distributed as dist
+    import torch.multiprocessing as mp
+
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "result.json"
+        mp.spawn(run_rank, args=(*args, store.port, str(path)), nprocs=world_size)
+        return json.loads(path.read_text(encoding="utf-8"))
 
 
 def case(

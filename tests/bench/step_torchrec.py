@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import os
 import warnings
 from collections.abc import Callable, Sequence
 
@@ -20,6 +21,26 @@ from shoal.kernels.interaction import dot_interaction
 DENSE_LAYERS = (64,)
 OVER_LAYERS = (128, 64, 1)
 LR = 0.02
+
+
+def join(rank: int, world_size: int, torch_port: int) -> tuple[object, int]:
+    """TorchRec's default group over Gloo and one thread, and beside it a store for our own groups: (store, its port).
+
+    The store, rank 0's, must be kept; the port is the same on all ranks.
+    """
+    from shoal.actors.groups import host_store
+
+    quieten()
+    os.environ.update(
+        RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(world_size)
+    )
+    torch.set_num_threads(1)
+    store = dist.TCPStore("127.0.0.1", torch_port, is_master=False)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
+    own_store, _, port = host_store() if rank == 0 else (None, "", 0)
+    ports = [port]
+    dist.broadcast_object_list(ports, src=0)
+    return own_store, ports[0]
 
 
 class NativeInteraction(nn.Module):

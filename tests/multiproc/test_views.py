@@ -111,6 +111,16 @@ class Cast:
         self.view = view
         return view
 
+    def migrate_at_random(self, *names: str, seed: int) -> None:
+        """Three view changes, 10 steps apart, that put every piece of every table on one of ``names`` at random."""
+        rng = np.random.default_rng(seed)
+        for _ in range(3):
+            self.reach(self.status(names[0]).step + 10, names)
+            assert self.view is not None
+            self.epoch += 1
+            placement = {t: tuple(rng.integers(0, len(names), len(o)).tolist()) for t, o in self.view.placement.items()}
+            self.change(*names, view=dataclasses.replace(self.view, epoch=self.epoch, placement=placement))
+
     def _has_cut_over(self, view: View, names: Sequence[str], first: str) -> bool:
         if all(self.status(name).epoch == view.epoch for name in names):
             return True
@@ -286,16 +296,10 @@ def test_moving_row_blocks_leaves_no_trace_in_the_numbers(make_spec, replicate, 
     spec = make_spec(f"move-{replicate}", protect_every_steps=5 if replicate else None)
     expected = fixed_run(spec, 2)
     cast = Cast(spec, replicate=replicate, **view)
-    rng = np.random.default_rng(5)
     try:
         cast.launch("w0", "w1")
         cast.start("w0", "w1")
-        for _ in range(3):
-            cast.reach(cast.status("w0").step + 10, ["w0", "w1"])
-            assert cast.view is not None
-            cast.epoch += 1
-            placement = {t: tuple(rng.integers(0, 2, len(o)).tolist()) for t, o in cast.view.placement.items()}
-            cast.change("w0", "w1", view=dataclasses.replace(cast.view, epoch=cast.epoch, placement=placement))
+        cast.migrate_at_random("w0", "w1", seed=5)
         assert cast.status("w0").step < STEPS
         assert_equal(cast.finish(), expected)
     finally:

@@ -173,6 +173,8 @@ def cut_over_all(view, old, members, *, aux: str = "aux"):
         peer.repl.flip(view, view.rank_of(peer.worker_id), step)
     for peer in members:
         peer.repl.set_view(view, view.rank_of(peer.worker_id), step, b"x")
+    # A copy that stays where it was folds its last changes beside training (F3).
+    until(lambda: all(peer.repl.counters()["staged_bytes"] == 0 for peer in members), "folds after the cutover")
     return step
 
 

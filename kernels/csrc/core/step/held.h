@@ -16,8 +16,8 @@ class HeldGradients {
 
   // Sums the gradients of the step's rows; the memory that they are read from is not needed afterwards.
   void collect(Updater* updater);
-  // Sum of the squares of all gradients held, as an integer: a row's sum (double, in column order) times 2^64, rounded.
-  // So the order of rows and the owners they are spread over do not matter. What a row has beyond 2^62 is cut off.
+  // Sum of the squares of all gradients held, as an integer: a row's sum (double, in column order) times 2^64, rounded
+  // down. So the order of rows and the owners they are spread over do not matter. What a row has beyond 2^62 is cut off.
   unsigned __int128 squares() const;
   // Multiplies what is held.
   void scale(float factor);
