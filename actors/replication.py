@@ -434,10 +434,17 @@ class Replicator:
                 raise ProtocolError(f"no snapshot of step {step} is open; there are {self.shelf.steps}")
             self._store.rollback(snapshot.cut, step)
         else:  # no row goes back, but its steps are counted from there again
-            with self._store.cut() as cut:
-                self._store.rollback(cut, step)
+            self.count_from(step)
         self._last_snapshot = step
         self._open_again()
+
+    def count_from(self, step: int) -> None:
+        """Training goes on with the step after ``step``, whatever the store has counted before. Nothing is owned here:
+        a worker may have come to a later step in a recovery that was given up, and join a run that went back further.
+        """
+        assert not self._owned, "owned rows go back to a snapshot"
+        with self._store.cut() as cut:
+            self._store.rollback(cut, step)
 
     def reset(self) -> None:
         """Forget snapshots, copies and blocks: everything comes from storage. After ``park`` (F4, from a checkpoint).

@@ -254,6 +254,7 @@ class ViewChanges:
             trainer.feed.reassign(assignment_of(view, rank), step)
             load_dense(trainer, received.dense)
         with self._timed("flip"):
+            replicator.count_from(step)
             self._own(view, rank, step, may_be_empty=BlockSet())
         faults.reach("cutover.flip")
         if rank == 0:

@@ -57,7 +57,7 @@ class Limits:
     retry_max_s: float = 120.0
     #: How long a run waits for its first ``min`` workers.
     start_timeout_s: float = 180.0
-    #: How long the first view waits for further workers once ``min`` are ready.
+    #: How long the first view waits for further workers once ``min`` are ready and nobody is being started.
     start_settle_s: float = 5.0
     #: Checkpoints in a row that may fail before the run ends; None: any number.
     failed_checkpoints_max: int | None = None

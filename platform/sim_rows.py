@@ -119,6 +119,8 @@ class RowState:
 
     def __init__(self, worker_id: str) -> None:
         self.worker_id = worker_id
+        #: Steps the store has counted: it takes no step twice unless it was told to count from an earlier one.
+        self.counted = 0
         #: Live rows of the blocks it owns.
         self.owned: dict[Key, Content] = {}
         self.dense = 1
@@ -136,9 +138,15 @@ class RowState:
     # ---- a step ---------------------------------------------------------------------------------------------------
 
     def apply(self, step: int, rank: int, world_size: int) -> None:
+        assert step + 1 > self.counted, f"steps count from 1 and grow: step {step + 1} after {self.counted}"
+        self.counted = step + 1
         self.owned = {key: step_content(key, content, step) for key, content in self.owned.items()}
         self.dense = step_dense(self.dense, step)
         self.bins += step_bins(step, rank, world_size)
+
+    def count_from(self, step: int) -> None:
+        """The next step to be applied is the one after ``step``."""
+        self.counted = step
 
     def cursor_after_rollback(self, step: int) -> int:
         """The step with which training goes on after a roll-back to ``step`` applied steps."""

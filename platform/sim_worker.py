@@ -675,6 +675,8 @@ class SimWorker(Process):
             # Only now are leavers' counts known to be here: a joiner that is rank 0 may have come first.
             left = {k[5:]: value for (e, k), value in self._received.items() if e == view.epoch and k[:5] == "bins "}
             bins = self.rows.bins if old is not None else 0
+            if old is None:
+                self.rows.count_from(step)
             self.rows.flip(found, step, dense=dense, bins=bins, handed=left if rank == 0 else {})
             if rank != 0:
                 for origin, counted in left.items():
@@ -694,6 +696,7 @@ class SimWorker(Process):
         self._unacked_state = 0
         self._received = {k: v for k, v in self._received.items() if k[0] == view.epoch}
         self._deadline(token, "the recovery took too long")
+        self.rows.count_from(0 if plan.from_checkpoint else plan.step)
         if plan.from_checkpoint:
             self._form(view, token, lambda: self._enter_from_checkpoint(view, plan, token))
             return

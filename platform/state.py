@@ -395,7 +395,9 @@ class ControllerState:
             reason = f"only {len(ready)} of at least {least} workers started within {limits.start_timeout_s:g} s"
             self._end(RunPhase.FAILED, f"{reason}. {self._launch_error}".strip())
             return False
+        # Who has room and builds its model comes soon: without it the run would have to grow at once, or in a while.
         is_settled = bool(ready) and self.now_s - ready[-1].ready_s >= limits.start_settle_s
+        is_settled = is_settled and not self.roster.starting
         if len(ready) < wanted and not (len(ready) >= least and is_settled):
             return False
         chosen = ready[:wanted]

@@ -77,6 +77,14 @@ class CursorOffByOne(RowState):
         return step + self.offset
 
 
+class KeepsCounting(RowState):
+    """A worker that owns nothing takes no part in a roll-back, and goes on counting steps from where it was."""
+
+    def count_from(self, step):
+        if self.owned:
+            super().count_from(step)
+
+
 class BaseOverwritten(RowState):
     """A change is applied to whatever base there is."""
 
@@ -121,6 +129,7 @@ class StopsAlone(WorkerState):
 MUTANTS = {
     "versions released early": (Parts(rows=VersionsReleasedEarly), 135),
     "cursor off by one": (Parts(rows=CursorOffByOne), 2),
+    "steps counted on": (Parts(rows=KeepsCounting), 1163),
     "base overwritten": (Parts(rows=BaseOverwritten), 2),
     "release before all are in": (Parts(controller_state=ReleaseBeforeAllAreIn), 0),
     "parks with its groups": (Parts(worker_state=ParkedIsEnough), 2),

@@ -125,6 +125,19 @@ def test_a_rank_without_blocks_counts_its_steps_from_the_target_again_f4():
             peer.train(num_steps=3)
 
 
+def test_a_joiner_counts_its_steps_from_the_cutover_whatever_it_tried_before_f4():
+    """A recovery to step 9 that was given up; the next one went back to a checkpoint, without this worker."""
+    with peers("a") as (a,):
+        view = make_view([a.place], [0, 0, 0, 0])
+        a.repl.expect(view)
+        a.repl.roll_back(9)
+        a.repl.park()
+        a.repl.count_from(4)
+        a.own(view)
+        a.step = 4
+        a.train()
+
+
 def grow(a: Peer, b: Peer, c: Peer, **options):
     """The view after ``two``: block 1 and 3 move to c; c's buddy is a, a's is b, b's is c."""
     return make_view([a.place, b.place, c.place], [0, 2, 1, 2], [1, 2, 0], epoch=2, **options)

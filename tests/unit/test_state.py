@@ -45,6 +45,7 @@ from shoal.platform.state_messages import (
     StopRequested,
     Tick,
     WorkerLost,
+    WorkerPlaced,
     WorkerPrepared,
     WriteJournal,
     WriteManifest,
@@ -126,6 +127,21 @@ class Run:
 
     def orders(self, kind, instructions) -> list[str]:
         return [i.worker_id for i in instructions if isinstance(i, SendOrder) and isinstance(i.order, kind)]
+
+
+def test_the_first_view_waits_for_who_is_being_started_not_for_who_has_no_room():
+    run = Run(1, 3)
+    (launch,) = run.of(LaunchWorkers, run.send(Tick))
+    first, slow, _ = launch.worker_ids
+    for worker_id in (first, slow):
+        run.send(WorkerPlaced, worker_id=worker_id)
+    run.prepared(first)
+    run.now_s += 60.0
+    assert not run.of(WriteJournal, run.send(Tick)), "it has room and builds its model"
+    run.prepared(slow)
+    run.now_s += 60.0
+    (record,) = run.of(WriteJournal, run.send(Tick))
+    assert [m.worker_id for m in record.record.view.members] == [first, slow]
 
 
 def test_the_first_view_is_journalled_before_anybody_joins_it():  # 1
