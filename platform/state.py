@@ -620,6 +620,21 @@ class ControllerState:
             last_change_s=self._last_change_s,
         )
 
+    def _expected(self) -> ScalingSnapshot:
+        """The snapshot without members that have been silent for a while, where lost ones are replaced: a new process
+        takes seconds to start, and does so while it is awaited that an exchange with the silent one fails (F1). One
+        that answers again after all makes the new one superfluous. If all are silent, the network is."""
+        snapshot = self._snapshot()
+        silent_s = {m: self.roster.living[m.worker_id].silent_s for m in snapshot.members}
+        if not self._replaces_lost or 0.0 not in silent_s.values():
+            return snapshot
+        limit_s = self.spec.limits.answer_timeout_s
+        return dataclasses.replace(snapshot, members=tuple(m for m in snapshot.members if silent_s[m] <= limit_s))
+
+    @property
+    def _replaces_lost(self) -> bool:
+        return self.spec.failure.loss_policy(is_elastic=self.spec.scaling.is_elastic) == "replace"
+
     def _unevenness(self) -> str | None:
         """Looked at once per view: it depends on nothing else."""
         if self.view is None:
@@ -643,7 +658,7 @@ class ControllerState:
         """Open as many placement groups as workers are wanted, and let go of those that are not."""
         if self._stop_reason is not None:
             return
-        demand = decide_demand(self._snapshot(), self.now_s, self.spec.scaling, self.spec.failure)
+        demand = decide_demand(self._expected(), self.now_s, self.spec.scaling, self.spec.failure)
         num_open = demand.num_open + demand.num_open_standby
         if num_open and self.now_s >= self._launch_retry_s:
             self._publish("launch", workers=num_open, reason=demand.reason)
@@ -761,7 +776,7 @@ class ControllerState:
         decision = suspects(incident, self.roster, self.spec.limits, self.now_s)
         for worker_id in decision.suspects:
             self._kill(worker_id, decision.reason)
-        if self.spec.failure.loss_policy(is_elastic=self.spec.scaling.is_elastic) == "replace":
+        if self._replaces_lost:
             # A new process takes seconds to start: it does so while the end of the old one is awaited.
             self._meet_demand()
         self._ask_holdings(incident.attempt)

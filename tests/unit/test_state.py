@@ -28,6 +28,7 @@ from shoal.platform.state_messages import (
     Adopted,
     AskHoldings,
     AskStop,
+    CancelLaunch,
     DrainNotice,
     EndRun,
     FoundWorker,
@@ -47,6 +48,7 @@ from shoal.platform.state_messages import (
     WorkerLost,
     WorkerPlaced,
     WorkerPrepared,
+    WorkerSilent,
     WriteJournal,
     WriteManifest,
 )
@@ -127,6 +129,18 @@ class Run:
 
     def orders(self, kind, instructions) -> list[str]:
         return [i.worker_id for i in instructions if isinstance(i, SendOrder) and isinstance(i.order, kind)]
+
+
+def test_a_replacement_is_launched_while_a_silent_worker_is_awaited_and_let_go_when_it_answers():
+    run = Run(3, 3, on_loss="replace").start()
+    silent, *others = run.ids
+    assert not run.of(LaunchWorkers, run.send(WorkerSilent, worker_id=silent, seconds=4.0))
+    (launch,) = run.of(LaunchWorkers, run.send(WorkerSilent, worker_id=silent, seconds=6.0))
+    assert len(launch.worker_ids) == 1 and run.state.phase is RunPhase.RUNNING
+    assert run.of(CancelLaunch, run.status(silent))[0].worker_ids == launch.worker_ids
+    for seconds in (4.0, 6.0):  # it is the controller whom nobody hears
+        for worker_id in (silent, *others):
+            assert not run.of(LaunchWorkers, run.send(WorkerSilent, worker_id=worker_id, seconds=seconds))
 
 
 def test_the_first_view_waits_for_who_is_being_started_not_for_who_has_no_room():
