@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from shoal.jobs.cli_options import add_json, add_live_run
+from shoal.jobs.cli_options import add_json, add_live_run, results_only
 
 HELP = "watch a live run to its end, as the command that started it would"
 
@@ -19,5 +19,6 @@ def run(args: argparse.Namespace) -> int:
     from shoal.jobs.live import attach
     from shoal.platform.run_folder import read_run_config
 
-    result = attach(args.name, address=args.address)
+    with results_only():
+        result = attach(args.name, address=args.address)
     return show_result(read_run_config(result.path), result, as_json=args.json)

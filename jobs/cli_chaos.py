@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import argparse
 import shutil
+import sys
 import tempfile
 from pathlib import Path
 
-from shoal.jobs.cli_options import add_json, add_overrides, load_job, print_json
+from shoal.jobs.cli_options import add_json, add_overrides, load_job, print_json, results_only
 
 HELP = "train a job under seeded faults on a local Ray cluster and check its promises"
 
@@ -33,7 +34,9 @@ def run(args: argparse.Namespace) -> int:
     check_job(config)
     plan = plan_for(config, args.seed)
     folder = Path(args.out or tempfile.mkdtemp(prefix="shoal-chaos-")).absolute()
-    report = run_chaos(config, plan, folder, lambda line: None if args.json else print(line, flush=True))
+    out = sys.stdout
+    with results_only():
+        report = run_chaos(config, plan, folder, lambda line: None if args.json else print(line, file=out, flush=True))
     if args.json:
         verdicts = [{"promise": v.promise, "held": not v.problems, "problems": v.problems} for v in report.verdicts]
         print_json({"seed": args.seed, "is_good": report.is_good, "verdicts": verdicts, "folder": str(folder)})

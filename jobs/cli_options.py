@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import sys
 from typing import TYPE_CHECKING, Any
@@ -77,6 +78,12 @@ def with_address(config: JobConfig, args: argparse.Namespace) -> JobConfig:
     if getattr(args, "address", None):
         return config.replace(scaling=config.scaling.replace(address=args.address))
     return config
+
+
+def results_only() -> contextlib.AbstractContextManager[Any]:
+    """While a run is watched stdout belongs to its result: Ray's messages about lost workers, which it prints there
+    (2.60), go to stderr."""
+    return contextlib.redirect_stdout(sys.stderr)
 
 
 def print_json(value: Any) -> None:

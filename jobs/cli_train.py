@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING
 
-from shoal.jobs.cli_options import add_address, add_job, add_json, add_resume, load_job, print_json
+from shoal.jobs.cli_options import add_address, add_job, add_json, add_resume, load_job, print_json, results_only
 
 if TYPE_CHECKING:
     from shoal.jobs.result import Result
@@ -46,7 +46,9 @@ def run_job(config: JobConfig, *, as_json: bool = False) -> int:
     check_job(config)
     from shoal.jobs.train import ElasticTrainer
 
-    return show_result(config, ElasticTrainer.from_config(config).fit(), as_json=as_json)
+    with results_only():
+        result = ElasticTrainer.from_config(config).fit()
+    return show_result(config, result, as_json=as_json)
 
 
 def show_result(config: JobConfig, result: Result, *, as_json: bool) -> int:

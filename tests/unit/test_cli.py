@@ -326,3 +326,20 @@ def test_cluster_that_is_too_small_is_named_with_numbers():
     totals = {"CPU": 8.0, "GPU": 2.0, "memory": 2.0**40, "disk": 4}
     (problem,) = cluster_problems(config, totals)
     assert "4 workers with 1 GPU each, 4 in all, but the cluster has 2" in problem.message
+
+
+@pytest.mark.parametrize("problems", [(), ("epoch 3 after epoch 4",)])
+def test_chaos_ends_with_1_and_names_the_promise_that_was_broken(job, monkeypatch, capsys, tmp_path, problems):
+    from shoal.jobs import chaos
+    from shoal.platform import preflight
+
+    def run_chaos(config, plan, folder, say):
+        verdict = chaos.Verdict(promise="epochs rise", problems=problems)
+        return chaos.ChaosReport(plan=plan, fired=(), provocations=(), verdicts=(verdict,))
+
+    monkeypatch.setattr(preflight, "check_job", lambda config: None)
+    monkeypatch.setattr(chaos, "run_chaos", run_chaos)
+    code = run("chaos", job, "-o", "scaling.num_workers=2", "--out", str(tmp_path / "kept"))
+    said = capsys.readouterr().out
+    assert code == len(problems)
+    assert ("broken  epochs rise" in said and problems[0] in said) if problems else "held    epochs rise" in said
