@@ -19,7 +19,7 @@ from shoal.kernels.frame import Identity
 from shoal.kernels.plan import StepPlan
 from shoal.kernels.row_exchange import FlatRows, HierarchicalRows, RowExchange, host_numbers
 from shoal.kernels.rowstore import RowStore
-from shoal.kernels.spec import Flow, WireCodecs
+from shoal.kernels.spec import WireCodecs
 
 logger = logging.getLogger(__name__)
 
@@ -58,9 +58,8 @@ class OpenView:
         self.view, self.rank = view, rank
         self._model_tables, self._store, self._options = model_tables, store, options
         self.session: Session | None = None
-        # On one host there is nobody to carry rows to; partial sums are nobody else's to carry.
-        is_pooled = any(wire.flow is not Flow.ROWS for wire in view.codecs.values())
-        self._is_hierarchical = view.exchange == "hierarchical" and len(set(view.hosts)) > 1 and not is_pooled
+        # On one host there is nobody to carry rows to.
+        self._is_hierarchical = view.exchange == "hierarchical" and len(set(view.hosts)) > 1
         self.groups: Groups = form(
             GroupSpec(
                 run=view.run,

@@ -20,12 +20,7 @@ from __future__ import annotations
 import torch
 
 from shoal.kernels import _core
-from shoal.kernels.spec import Codec
-
-
-def encoded_bytes(codec: Codec, embedding_dim: int) -> int:
-    """Bytes of one encoded row."""
-    return _core.encoded_bytes(int(codec), embedding_dim)
+from shoal.kernels.spec import Codec, encoded_bytes
 
 
 def encode(codec: Codec, rows: torch.Tensor) -> torch.Tensor:
@@ -57,7 +52,7 @@ def round_trip_reference(codec: Codec, rows: torch.Tensor) -> torch.Tensor:
             low = rows.amin(dim=1, keepdim=True)
             bias = _bfloat_below(low)
             scale = -_bfloat_below(-((rows.amax(dim=1, keepdim=True) - bias) / 255))
-            codes = torch.where(scale > 0, (rows - bias) * (1 / scale) + 0.5, 0.0).floor().clamp(0, 255)
+            codes = torch.where(scale > 0, (rows - bias) / scale + 0.5, 0.0).floor().clamp(0, 255)
             return bias + scale * codes
 
 

@@ -126,7 +126,8 @@ class StepPlan:
         mirrored: tables (indices) whose values every rank keeps (data parallel): they are read here, and owners send
             all ranks what an update changes. Static and uncut; num_embeddings x embedding_dim float32 on every rank.
         codecs: wire formats and flow of each table; rows as fp32 unless given. What a codec rounds it rounds for rows
-            of this rank, too. The pooled flow needs pooled features, no ``hosts`` and no mirror.
+            of this rank, too. The pooled flow needs pooled features and no mirror. Its sections go straight to owners
+            on other hosts also with ``hosts``: nobody else asks for the same partial sums.
 
     Raises ConfigError when sizes, ranks or indices do not fit together.
     """
@@ -159,7 +160,8 @@ class StepPlan:
         self._held: Any = None
         self.outputs = tuple(plan_outputs(tables, features))
         self.codecs = tuple(codecs) if codecs is not None else (WireCodecs(),) * len(self.tables)
-        _check_flows(self.tables, self.features, self.codecs, self.hosts, self.mirrored)
+        _check_flows(self.tables, self.features, self.codecs, self.mirrored)
+        self.has_pooled_flow = any(wire.flow is not Flow.ROWS for wire in self.codecs)
         self.hash = self._hash()
         self.native = _core.StepPlan(store.native, rank, world_size, num_threads, list(self.hosts))
         for spec, owners, leader, wire in zip(self.tables, self.placement, _leaders(tables), self.codecs, strict=True):
@@ -293,6 +295,7 @@ class Lookup:
         self._batch: tuple[torch.Tensor, ...] = ()
         self._grads: tuple[torch.Tensor, ...] = ()
         self._memories = [StepMemory() for _ in plan.outputs]
+        self._sums = np.zeros(plan.world_size, np.int64)
         self.batch_size = 0
 
     def route(
@@ -352,14 +355,34 @@ class Lookup:
         """Write each owner's ids section (layout: PROTOCOLS S10) to its address."""
         self.native.write_ids(destinations)
 
-    def resolve(self, sources: np.ndarray, source_bytes: np.ndarray) -> None:
+    def straight_id_bytes(self) -> np.ndarray:
+        """int64 [W] bytes of a second ids section, for owners on other hosts where the plan has ``hosts``: that of the
+        pooled tables, which the first one is then without."""
+        return self.native.straight_id_bytes()
+
+    def write_straight_ids(self, destinations: np.ndarray) -> None:
+        """Write those sections."""
+        self.native.write_straight_ids(destinations)
+
+    def resolve(
+        self,
+        sources: np.ndarray,
+        source_bytes: np.ndarray,
+        straight: np.ndarray | None = None,
+        straight_bytes: np.ndarray | None = None,
+    ) -> None:
         """Owner: read the sections of all ranks and find their rows; in training, reserve those that are missing.
+
+        ``straight``: the second sections, where there are any.
 
         Raises ProtocolError naming the rank for counts that do not fit the bytes, unknown tables, ids outside a static
         table and ids of blocks that this rank does not own; no row has been touched then.
         """
         try:
-            self.native.resolve(sources, source_bytes)
+            if straight is None or straight_bytes is None:
+                self.native.resolve(sources, source_bytes)
+            else:
+                self.native.resolve_with_straight(sources, source_bytes, straight, straight_bytes)
         except _core.ProtocolViolation as error:
             raise ProtocolError(str(error)) from None
 
@@ -378,6 +401,18 @@ class Lookup:
     def grad_bytes_in(self) -> np.ndarray:
         """int64 [W] bytes of gradients that each rank sends this owner."""
         return self.native.grad_bytes_in()
+
+    def sum_bytes_in(self) -> np.ndarray:
+        """int64 [W] bytes of partial sums that come straight from owners whose rows a carrier brings."""
+        return self.native.sum_bytes_in()
+
+    def bag_grad_bytes_out(self) -> np.ndarray:
+        """int64 [W] bytes of gradients of bags that go straight to such owners."""
+        return self.native.bag_grad_bytes_out()
+
+    def place_sums(self, addresses: np.ndarray) -> None:
+        """Where ``sum_bytes_in`` of each owner have arrived, int64 [W]; before ``pool``."""
+        self._sums = addresses
 
     def write_rows(self, destinations: np.ndarray) -> None:
         """Owner: gather the rows each rank asked for, in its order, in wire format."""
@@ -399,7 +434,7 @@ class Lookup:
         SUM adds weight * row in position order; MEAN divides that by the number of ids of the bag that were kept; an
         empty bag is 0; a dropped id of a sequence is a row of zeros.
         """
-        self.native.pool(sources, [tensor.data_ptr() for tensor in outputs])
+        self.native.pool(sources, self._sums, [tensor.data_ptr() for tensor in outputs])
 
     def segment_sum(self, grads: Sequence[torch.Tensor], destinations: np.ndarray) -> None:
         """Sum the gradients of each unique row; write those of other ranks' rows to their sections.
@@ -412,6 +447,10 @@ class Lookup:
     def write_sums(self, destinations: np.ndarray) -> None:
         """After ``segment_sum``: write the sums for further ranks; here and there a destination of 0 is left out."""
         self.native.write_sums(destinations)
+
+    def write_straight_grads(self, destinations: np.ndarray) -> None:
+        """After ``segment_sum``: write ``bag_grad_bytes_out`` for each owner to its address."""
+        self.native.write_straight_grads(destinations)
 
     def weight_grad(self, grads: Sequence[torch.Tensor]) -> torch.Tensor:
         """Gradient of the per-sample weights, float32 [N]: <bag's gradient, row>, over the count for MEAN.
@@ -429,6 +468,11 @@ class Lookup:
         out = torch.zeros(self._batch[0].numel(), dtype=torch.float32)
         self.native.weight_grad([grad.data_ptr() for grad in kept], out.data_ptr())
         return out
+
+    def flow_counts(self) -> np.ndarray:
+        """int64 [T, 4] of the batch: unique rows, ids kept, and the partial sums that the pooled flow would take:
+        one per (bag, row block), one per (bag, owner). Between ``route`` and the next; costs one pass over the ids."""
+        return self.native.flow_counts().reshape(-1, 4)
 
     def release(self) -> None:
         """Let go of the batch's tensors."""
@@ -464,7 +508,6 @@ def _check_flows(
     tables: Sequence[TableSpec],
     features: Sequence[FeatureSpec],
     codecs: Sequence[WireCodecs],
-    hosts: Sequence[int],
     mirrored: Sequence[int],
 ) -> None:
     sequences = {feature.table for feature in features if feature.pooling is PoolingType.NONE}
@@ -474,7 +517,6 @@ def _check_flows(
         for is_refused, why in (
             (t in sequences, "its rows are read one by one (unpooled)"),
             (t in mirrored, "it is data parallel"),
-            (bool(hosts), "the exchange is hierarchical"),
         ):
             if is_refused:
                 raise ConfigError(f"table {table.name!r} needs flow rows: {why}")

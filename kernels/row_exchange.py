@@ -13,6 +13,9 @@ that a host asks another one for each row once and returns one gradient for it (
 The owner (h, i) on another host is carried by local rank i mod n, with n the number of ranks of this host: hosts may be
 of different sizes. Rows of owners on the same host go straight, in the rounds that all ranks share.
 
+Tables of the pooled flow go straight, in sections of their own of the rounds that all ranks share: no two ranks ask for
+the same partial sum, so there is nothing to merge. Their results are those of ``FlatRows``, bit for bit.
+
 Gradients of a row are summed per host, then over hosts in the order of their lowest rank, wherever the row's owner is:
 at a fixed assignment of ranks to hosts placement does not change the result. From ``FlatRows`` it differs in rounding.
 """
@@ -207,7 +210,9 @@ class HierarchicalRows:
     def __init__(self, exchange: Exchange, local: Exchange, plan: StepPlan) -> None:
         self._exchange, self.local, self._plan = exchange, local, plan
         self._mirrors = _Mirrors(plan)
-        self.num_sections = 2 + self._mirrors.num_sections
+        #: Sections of ids of pooled tables for other hosts.
+        self._num_straight = int(plan.has_pooled_flow)
+        self.num_sections = 2 + self._num_straight + self._mirrors.num_sections
         self.carriers = Carriers.of(plan.hosts, exchange.identity.rank)
         assert local.identity.rank == self.carriers.local_rank, "local ranks are numbered in rank order"
         assert local.identity.world_size == len(self.carriers.locals)
@@ -223,7 +228,12 @@ class HierarchicalRows:
         ids = lookup.id_bytes()
         requests = np.zeros_like(ids)
         requests[self._locals] = self.carriers.lay_out(ids, has_index=True)[1]
-        return np.concatenate([np.where(self._is_near, ids, 0)[None, :], requests[None, :], self._mirrors.sections()])
+        near = np.where(self._is_near, ids, 0)
+        return np.concatenate([near[None, :], requests[None, :], self._straight(lookup), self._mirrors.sections()])
+
+    def _straight(self, lookup: Lookup) -> np.ndarray:
+        """int64 [0 or 1, W]: bytes of ids of pooled tables for owners on other hosts."""
+        return lookup.straight_id_bytes()[None, :][: self._num_straight]
 
     def fetch(self, lookup: Lookup, step: int, headers: Headers, mark: Mark) -> np.ndarray:
         ids = lookup.id_bytes()
@@ -231,17 +241,24 @@ class HierarchicalRows:
         mark("F")
         out = np.where(self._is_near, ids, relay.id_bytes())[None, :]
         merged = self._exchange.header(Kind.RELAY, step, sections=out)
-        near = headers.section_bytes[0]
-        sizes = np.where(self._is_near, near, merged.section_bytes[0])
-        round_ = self._exchange.round(Kind.IDS, step, out, sizes[None, :])
+        straight = headers.section_bytes[2 : 2 + self._num_straight]
+        changed = headers.section_bytes[2 + self._num_straight :]
+        sizes = np.where(self._is_near, headers.section_bytes[0], merged.section_bytes[0])
+        round_ = self._exchange.round(
+            Kind.IDS,
+            step,
+            np.concatenate([out, self._straight(lookup)]),
+            np.concatenate([sizes[None, :], straight]),
+        )
         lookup.write_ids(self._near(round_.send_addresses[0]))
         relay.write_ids(round_.send_addresses[0])
+        for addresses in round_.send_addresses[1:]:
+            lookup.write_straight_ids(addresses)
         sources = round_.run()
         faults.reach("step.ids_done")
         mark("F")
-        lookup.resolve(sources[0], sizes)
-        into = np.where(self._is_near, lookup.row_bytes_in(), relay.row_bytes())
-        changed = headers.section_bytes[2:]
+        lookup.resolve(sources[0], sizes, *sources[1:], *straight)
+        into = np.where(self._is_near, lookup.row_bytes_in(), relay.row_bytes() + lookup.sum_bytes_in())
         values = self._exchange.round(
             Kind.VALUES,
             step,
@@ -254,6 +271,7 @@ class HierarchicalRows:
         received = values.run()
         rows = received[0]
         self._mirrors.read(received[1:], changed)
+        lookup.place_sums(rows + relay.row_bytes())
         offsets, handed = self.carriers.lay_out(lookup.row_bytes_in(), has_index=False)
         hand_out = self.local.round(Kind.VALUES, step, relay.local_row_bytes()[None, :], handed[None, :])
         relay.hand_out(rows, hand_out.send_addresses[0])
@@ -307,11 +325,15 @@ class HierarchicalRows:
 
     def gradient_bytes(self, lookup: Lookup) -> tuple[np.ndarray, np.ndarray]:
         relay = self._relays[id(lookup)]
-        return np.where(self._is_near, lookup.grad_bytes_out(), relay.grad_bytes()), lookup.grad_bytes_in()
+        far = relay.grad_bytes() + lookup.bag_grad_bytes_out()
+        return np.where(self._is_near, lookup.grad_bytes_out(), far), lookup.grad_bytes_in()
 
     def write_gradients(self, lookup: Lookup, grads: Sequence[Tensor], destinations: np.ndarray) -> None:
+        relay = self._relays[id(lookup)]
         lookup.write_sums(self._near(destinations))
-        self._relays[id(lookup)].sum(self._collected.pop(id(lookup)), destinations)
+        relay.sum(self._collected.pop(id(lookup)), destinations)
+        if self._num_straight:
+            lookup.write_straight_grads(destinations + relay.grad_bytes())
 
     def _near(self, addresses: np.ndarray) -> np.ndarray:
         """Addresses of ranks of this host; 0, which is left out, for the others."""

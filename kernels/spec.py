@@ -86,6 +86,17 @@ class Codec(enum.IntEnum):
     INT8 = 3
 
 
+def encoded_bytes(codec: Codec, embedding_dim: int) -> int:
+    """Bytes of one row on the wire (PROTOCOLS S10); as the native codec has it."""
+    match codec:
+        case Codec.FP32:
+            return 4 * embedding_dim
+        case Codec.FP16 | Codec.BF16:
+            return -(-2 * embedding_dim // 4) * 4
+        case Codec.INT8:
+            return 4 + -(-embedding_dim // 4) * 4
+
+
 class Flow(enum.IntEnum):
     """What owners return to those who look rows up; the values are part of the native ABI."""
 

@@ -333,10 +333,6 @@ class JobConfig(Config):
         yield from secret_problems(self.to_dict())
         if self.train.eval_every_steps is not None and not self.data.eval:
             yield Problem("train.eval_every_steps", "is set but data.eval names no files to evaluate on")
-        named = [name for name in self.tables.overrides if self.tables.of(name).flow == "pooled"]
-        if self.scaling.exchange == "hierarchical" and (named or self.tables.defaults.flow == "pooled"):
-            where = f"tables.overrides.{named[0]}.flow" if named else "tables.defaults.flow"
-            yield Problem(where, "is pooled, which cannot go by scaling.exchange hierarchical: use rows or flat")
 
     @property
     def num_threads(self) -> int:

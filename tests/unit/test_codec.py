@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from shoal.kernels import _core
 from shoal.kernels.codec import decode, encode, encoded_bytes, error_bound, round_trip_reference
 from shoal.kernels.spec import Codec
 
@@ -44,6 +45,7 @@ def test_native_equals_the_reference_and_keeps_the_stated_bound(codec: Codec, di
 @pytest.mark.parametrize("dim", WIDTHS)
 def test_rows_are_a_multiple_of_four_bytes(dim: int) -> None:
     sizes = {codec: encoded_bytes(codec, dim) for codec in Codec}
+    assert sizes == {codec: _core.encoded_bytes(int(codec), dim) for codec in Codec}, "spec and native agree"
     padded = -(-dim // 2) * 4
     assert sizes == {Codec.FP32: 4 * dim, Codec.FP16: padded, Codec.BF16: padded, Codec.INT8: 4 + -(-dim // 4) * 4}
 
@@ -58,6 +60,7 @@ def test_the_same_row_gives_the_same_bytes_wherever_it_lies(codec: Codec) -> Non
 
 
 @given(st.lists(st.floats(width=32, allow_nan=False, min_value=-60000, max_value=60000), min_size=1))
+@example([0.0, 2.0**-126])  # int8: the inverse of the scale is beyond float32
 @settings(max_examples=300, deadline=None)
 def test_any_finite_row_keeps_the_bound(values: list[float]) -> None:
     rows = torch.tensor([values], dtype=torch.float32)

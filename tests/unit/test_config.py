@@ -107,13 +107,6 @@ def test_wrong_type_names_field_value_and_what_is_allowed(build, words):
         ({"train": TrainConfig(sparse_optimizer=OptimizerConfig(betas=(0.9, 1.0)))}, ["betas", "< 1"]),
         ({"train": TrainConfig(schedule=ScheduleConfig(kind="cosine"))}, ["train.schedule.decay_steps", "cosine"]),
         ({"train": TrainConfig(eval_every_steps=5)}, ["train.eval_every_steps", "data.eval"]),
-        (
-            {
-                "scaling": ScalingConfig(num_workers=2, exchange="hierarchical"),
-                "tables": TablesConfig(overrides={"t": TableConfig(flow="pooled")}),
-            },
-            ["tables.overrides.t.flow", "use rows or flat"],
-        ),
         ({"scaling": ScalingConfig(transport="nccl")}, ["scaling.transport", "use_gpu"]),
         ({"scaling": ScalingConfig(resources_per_worker={"GPU": 1})}, ["scaling.use_gpu", "set it to true"]),
         ({"scaling": ScalingConfig(resources_per_worker={"memory": 1})}, ["memory_per_worker"]),

@@ -74,8 +74,10 @@ Updater::Updater(StepPlan* plan, const std::vector<Lookup*>& lookups, const int6
       for (int64_t r = lookup.incoming_.peer_start[p]; r < lookup.incoming_.peer_start[p + 1]; ++r) {
         const Run& run = lookup.incoming_.runs[r];
         const bool is_pooled = plan->tables[run.table].is_pooled;
+        // Gradients of bags come straight: nothing has summed them per host.
         sources_[run.table].push_back(
-            {&lookup, lookup.incoming_slots_.data() + run.start, run.count, is_pooled ? nullptr : order, sums, group,
+            {&lookup, lookup.incoming_slots_.data() + run.start, run.count, is_pooled ? nullptr : order, sums,
+             is_pooled ? static_cast<int>(l) * W + p : group,
              lookup.incoming_run_ids_[r], is_pooled ? lookup.run_sums_[r].data() : nullptr});
         if (p == plan->rank)
           order += run.count;
@@ -84,6 +86,11 @@ Updater::Updater(StepPlan* plan, const std::vector<Lookup*>& lookups, const int6
       }
     }
   }
+  if (plan->hosts.empty() || !plan->has_pooled_flow) return;
+  for (int t = 0; t < plan->num_tables(); ++t)
+    if (plan->tables[t].is_pooled)
+      std::stable_sort(sources_[t].begin(), sources_[t].end(),
+                       [](const GradSource& a, const GradSource& b) { return a.group < b.group; });
 }
 
 void Updater::apply(uint32_t step, const float* lrs) {

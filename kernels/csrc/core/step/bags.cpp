@@ -99,8 +99,11 @@ void Lookup::cut_bags() {
     });
     bag_words_[p] += bag_words_[p] % 2;
     if (p == plan_->rank) continue;
-    outgoing_.row_bytes[p] += values;
-    outgoing_.grad_bytes[p] += grads;
+    const bool is_far = plan_->is_far(p);
+    outgoing_.sum_bytes[p] = is_far ? values : 0;
+    outgoing_.bag_grad_bytes[p] = is_far ? grads : 0;
+    outgoing_.row_bytes[p] += is_far ? 0 : values;
+    outgoing_.grad_bytes[p] += is_far ? 0 : grads;
   }
 }
 

@@ -131,7 +131,6 @@ void bind_plan(nb::module_& m) {
              table.wire_row_bytes = encoded_bytes(table.values_codec, table.dim);
              table.wire_grad_bytes = encoded_bytes(table.grads_codec, table.dim);
              if (flow != 0) {
-               if (!self.hosts.empty()) throw std::invalid_argument("partial sums do not travel by way of hosts");
                table.is_pooled = self.has_pooled_flow = true;
                table.sums_by_owner = flow == 2;
                table.unit_bytes = std::exchange(table.wire_row_bytes, 0);
@@ -311,12 +310,42 @@ void bind_lookup(nb::module_& m) {
              nb::gil_scoped_release release;
              self.lookup.write_ids(to);
            })
+      .def("straight_id_bytes",
+           [](const PyLookup& self) {
+             std::vector<int64_t> bytes(self.plan->world_size);
+             self.lookup.straight_id_bytes(bytes.data());
+             return to_numpy(bytes);
+           })
+      .def("write_straight_ids",
+           [](const PyLookup& self, const Int64s& destinations) {
+             const int64_t* to = per_rank(*self.plan, destinations);
+             nb::gil_scoped_release release;
+             self.lookup.write_straight_ids(to);
+           })
       .def("resolve",
            [](PyLookup& self, const Int64s& sources, const Int64s& bytes) {
              const int64_t* from = per_rank(*self.plan, sources);
              const int64_t* sizes = per_rank(*self.plan, bytes);
              nb::gil_scoped_release release;
-             self.lookup.resolve(from, sizes);
+             self.lookup.resolve(from, sizes, nullptr, nullptr);
+           })
+      .def("resolve_with_straight",
+           [](PyLookup& self, const Int64s& sources, const Int64s& bytes, const Int64s& straight,
+              const Int64s& straight_bytes) {
+             const int64_t* from = per_rank(*self.plan, sources);
+             const int64_t* sizes = per_rank(*self.plan, bytes);
+             const int64_t* more = per_rank(*self.plan, straight);
+             const int64_t* more_sizes = per_rank(*self.plan, straight_bytes);
+             nb::gil_scoped_release release;
+             self.lookup.resolve(from, sizes, more, more_sizes);
+           })
+      .def("sum_bytes_in", [](const PyLookup& self) { return to_numpy(self.lookup.sum_bytes_in()); })
+      .def("bag_grad_bytes_out", [](const PyLookup& self) { return to_numpy(self.lookup.bag_grad_bytes_out()); })
+      .def("write_straight_grads",
+           [](const PyLookup& self, const Int64s& destinations) {
+             const int64_t* to = per_rank(*self.plan, destinations);
+             nb::gil_scoped_release release;
+             self.lookup.write_straight_grads(to);
            })
       .def("row_bytes_out", [](const PyLookup& self) { return to_numpy(self.lookup.row_bytes_out()); })
       .def("row_bytes_in", [](const PyLookup& self) { return to_numpy(self.lookup.row_bytes_in()); })
@@ -330,11 +359,12 @@ void bind_lookup(nb::module_& m) {
            })
       .def("feature_counts", [](const PyLookup& self) { return to_numpy(self.lookup.feature_counts()); })
       .def("pool",
-           [](PyLookup& self, const Int64s& sources, const std::vector<uintptr_t>& outputs) {
+           [](PyLookup& self, const Int64s& sources, const Int64s& sums, const std::vector<uintptr_t>& outputs) {
              const int64_t* from = per_rank(*self.plan, sources);
+             const int64_t* straight = per_rank(*self.plan, sums);
              const auto to = pointers<float>(*self.plan, outputs);
              nb::gil_scoped_release release;
-             self.lookup.pool(from, to.data());
+             self.lookup.pool(from, straight, to.data());
            })
       .def("segment_sum",
            [](PyLookup& self, const std::vector<uintptr_t>& grads, const Int64s& destinations) {
@@ -354,6 +384,15 @@ void bind_lookup(nb::module_& m) {
              const auto from = pointers<const float>(*self.plan, grads);
              nb::gil_scoped_release release;
              self.lookup.weight_grad(from.data(), reinterpret_cast<float*>(out));
+           })
+      .def("flow_counts",
+           [](const PyLookup& self) {
+             std::vector<int64_t> counts(4 * static_cast<size_t>(self.plan->num_tables()));
+             {
+               nb::gil_scoped_release release;
+               self.lookup.flow_counts(counts.data());
+             }
+             return to_numpy(counts);
            })
       .def("counters", &counters);
 }

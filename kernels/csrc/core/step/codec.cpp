@@ -60,12 +60,14 @@ void encode_int8(const float* row, int dim, std::byte* out) {
   const float bias = bfloat_to_float(bias_bits);
   const uint16_t scale_bits = bfloat_above((high - bias) / 255.f);
   const float scale = bfloat_to_float(scale_bits);
-  const float inverse = scale > 0 && std::isfinite(1.f / scale) ? 1.f / scale : 0.f;
+  // The inverse of a scale near the smallest float is beyond the largest: such rows are divided instead.
+  const bool is_tiny = scale > 0 && !std::isfinite(1.f / scale);
+  const float inverse = scale > 0 && !is_tiny ? 1.f / scale : 0.f;
   std::memcpy(out, &scale_bits, 2);
   std::memcpy(out + 2, &bias_bits, 2);
   uint8_t* codes = reinterpret_cast<uint8_t*>(out + 4);
   for (int d = 0; d < dim; ++d) {
-    const float code = (row[d] - bias) * inverse + 0.5f;
+    const float code = (is_tiny ? (row[d] - bias) / scale : (row[d] - bias) * inverse) + 0.5f;
     codes[d] = static_cast<uint8_t>(code > 0.f ? (code < 255.f ? code : 255.f) : 0.f);  // a NaN is 0
   }
   std::memset(codes + dim, 0, static_cast<size_t>(encoded_bytes(Codec::kInt8, dim) - 4 - dim));

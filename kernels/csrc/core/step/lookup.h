@@ -41,7 +41,13 @@ struct RunList {
   std::vector<Run> runs;
   std::vector<int64_t> peer_start;
   std::vector<int64_t> row_bytes, grad_bytes;  // per peer, on the wire
+  // Per peer: partial sums, and gradients of bags, that go straight while rows go by way of a carrier. Of what this rank
+  // asks for only; they are in addition to the above.
+  std::vector<int64_t> sum_bytes, bag_grad_bytes;
 };
+
+// Which tables a section is about.
+enum class Part { kAll, kRows, kPooled };
 
 // Set in a row's address when the row is stored in its table's own (low-precision) type. Rows are 2-byte aligned.
 constexpr uintptr_t kEncodedTag = 1;
@@ -85,24 +91,36 @@ class Lookup {
 
   // Deduplicates the ids of all tables and orders the unique ones by (owner, table, first occurrence).
   RouteStatus route(const BatchView& batch, bool is_training);
-  // Bytes of the ids section for each peer; 0 for this rank itself.
+  // Bytes of the ids section for each peer; 0 for this rank itself. Where a carrier brings rows (StepPlan::is_far) it is
+  // without the pooled tables, whose section is the straight one; elsewhere that has 0 bytes.
   void id_bytes(int64_t* bytes) const;
+  void straight_id_bytes(int64_t* bytes) const;
   // Here and below a destination of 0 leaves a peer out: its part goes into another exchange, by a call of its own.
   void write_ids(const int64_t* destinations) const;
+  void write_straight_ids(const int64_t* destinations) const;
   // Owner: reads the sections of all peers (validated), finds or reserves the rows. Also resolves local rows.
-  void resolve(const int64_t* sources, const int64_t* source_bytes);
+  // `straight` and its bytes may be null where there are no such sections.
+  void resolve(const int64_t* sources, const int64_t* source_bytes, const int64_t* straight,
+               const int64_t* straight_bytes);
   const std::vector<int64_t>& row_bytes_out() const { return incoming_.row_bytes; }
   const std::vector<int64_t>& row_bytes_in() const { return outgoing_.row_bytes; }
   const std::vector<int64_t>& grad_bytes_out() const { return outgoing_.grad_bytes; }
   const std::vector<int64_t>& grad_bytes_in() const { return incoming_.grad_bytes; }
+  // Of what goes straight: partial sums to receive after the rows of each peer, gradients of bags to send after those of
+  // rows. 0 where a peer's rows go straight, too.
+  const std::vector<int64_t>& sum_bytes_in() const { return outgoing_.sum_bytes; }
+  const std::vector<int64_t>& bag_grad_bytes_out() const { return outgoing_.bag_grad_bytes; }
   // Owner: writes the asked rows of each peer in wire format.
   void write_rows(const int64_t* destinations) const;
-  // Requester: pools the rows (received at `sources`, or local) into the output tensors.
-  void pool(const int64_t* sources, float* const* outputs);
+  // Requester: pools the rows (received at `sources`, or local) into the output tensors. Partial sums follow the rows of
+  // their peer, or lie at `sums`.
+  void pool(const int64_t* sources, const int64_t* sums, float* const* outputs);
   // Requester: writes the sum of the gradients of each unique row for each peer; sums of local rows are made in apply.
   void segment_sum(const float* const* grads, const int64_t* destinations);
   // Writes the same sums for further peers.
   void write_sums(const int64_t* destinations) const;
+  // Writes the gradients of bags that go straight.
+  void write_straight_grads(const int64_t* destinations) const;
   // Gradient of per-sample weights, added into out [num_values] (the caller zeroes it).
   void weight_grad(const float* const* grads, float* out);
 
@@ -115,6 +133,9 @@ class Lookup {
   const std::vector<int64_t>& dropped() const { return dropped_; }
   const std::vector<int64_t>& remapped() const { return remapped_; }
   void table_loads(int64_t* unique_asked, int64_t* rows_served) const;
+  // Per table [tables][4]: unique rows, ids that were kept, and the partial sums that the pooled flow takes for them: one
+  // per bag and row block, or one per bag and owner. One pass over the positions.
+  void flow_counts(int64_t* out) const;
   int64_t nbytes() const;
 
  private:
@@ -140,6 +161,9 @@ class Lookup {
     }
   }
   int64_t rows_bytes_in(int peer) const;
+  std::vector<Run> runs_to(int peer, Part part) const;
+  void write_runs(const std::vector<Run>& runs, std::byte** out) const;
+  int64_t read_runs(int peer, Part part, const std::byte* section, int64_t bytes, int64_t first_row, int64_t* end);
   void cut_bags();
   void write_bags(int peer, uint32_t* out) const;
   void read_bags(int peer, const std::byte* data, int64_t bytes);

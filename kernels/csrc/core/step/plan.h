@@ -95,6 +95,9 @@ struct StepPlan {
 
   std::shared_ptr<Mirrors> mirrors;  // null where no table is mirrored
 
+  // Whether rows of rank `peer` come by way of a carrier; partial sums and what they need go straight all the same.
+  bool is_far(int peer) const { return !hosts.empty() && hosts[peer] != hosts[rank]; }
+
   int num_tables() const { return static_cast<int>(tables.size()); }
   int num_features() const { return static_cast<int>(features.size()); }
   int num_outputs() const { return static_cast<int>(output_strides.size()); }

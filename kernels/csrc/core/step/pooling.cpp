@@ -194,12 +194,14 @@ void Lookup::with_rows(int table, Fn&& fn) const {
     fn(EncodedRows{row_address_.data(), dim, type});
 }
 
-void Lookup::pool(const int64_t* sources, float* const* outputs) {
+void Lookup::pool(const int64_t* sources, const int64_t* straight_sums, float* const* outputs) {
   point_at_remote_rows(sources);
   if (plan_->has_pooled_flow) {
     std::vector<const std::byte*> sums(plan_->world_size);
     for (int p = 0; p < plan_->world_size; ++p)
-      if (p != plan_->rank) sums[p] = reinterpret_cast<const std::byte*>(sources[p]) + rows_bytes_in(p);
+      if (p != plan_->rank)
+        sums[p] = plan_->is_far(p) ? reinterpret_cast<const std::byte*>(straight_sums[p])
+                                   : reinterpret_cast<const std::byte*>(sources[p]) + rows_bytes_in(p);
     int64_t own_bytes = 0;
     for (const BagPart& part : bag_parts_[plan_->rank])
       own_bytes += part.units * plan_->tables[plan_->features[part.feature].table].unit_bytes;

@@ -135,6 +135,8 @@ Lookup::Lookup(StepPlan* plan)
     list->peer_start.assign(plan->world_size + 1, 0);
     list->row_bytes.assign(plan->world_size, 0);
     list->grad_bytes.assign(plan->world_size, 0);
+    list->sum_bytes.assign(plan->world_size, 0);
+    list->bag_grad_bytes.assign(plan->world_size, 0);
   }
 }
 

@@ -25,48 +25,107 @@ inline void read_row(const Table& table, const std::byte* weights, float* out) {
 
 }  // namespace
 
+// The runs that this rank asks of a peer, of all tables or of those in one flow.
+std::vector<Run> Lookup::runs_to(int peer, Part part) const {
+  std::vector<Run> runs;
+  for (int64_t r = outgoing_.peer_start[peer]; r < outgoing_.peer_start[peer + 1]; ++r) {
+    const Run& run = outgoing_.runs[r];
+    if (part == Part::kAll || plan_->tables[run.table].is_pooled == (part == Part::kPooled)) runs.push_back(run);
+  }
+  return runs;
+}
+
 void Lookup::id_bytes(int64_t* bytes) const {
   for (int p = 0; p < plan_->world_size; ++p) {
-    const Run* runs = outgoing_.runs.data();
-    bytes[p] = p == plan_->rank ? 0
-                                : ids_section_bytes(*plan_, runs + outgoing_.peer_start[p],
-                                                    runs + outgoing_.peer_start[p + 1]);
-    if (p != plan_->rank && plan_->has_pooled_flow) bytes[p] += 4 * bag_words_[p];
+    bytes[p] = 0;
+    if (p == plan_->rank) continue;
+    const bool is_far = plan_->is_far(p);
+    const std::vector<Run> runs = runs_to(p, is_far ? Part::kRows : Part::kAll);
+    bytes[p] = ids_section_bytes(*plan_, runs.data(), runs.data() + runs.size());
+    if (plan_->has_pooled_flow && !is_far) bytes[p] += 4 * bag_words_[p];
   }
+}
+
+void Lookup::straight_id_bytes(int64_t* bytes) const {
+  for (int p = 0; p < plan_->world_size; ++p) {
+    bytes[p] = 0;
+    if (!plan_->has_pooled_flow || !plan_->is_far(p)) continue;
+    const std::vector<Run> runs = runs_to(p, Part::kPooled);
+    bytes[p] = ids_section_bytes(*plan_, runs.data(), runs.data() + runs.size()) + 4 * bag_words_[p];
+  }
+}
+
+// Writes the counts and ids of runs, and moves `out` behind them.
+void Lookup::write_runs(const std::vector<Run>& runs, std::byte** out) const {
+  write_ids_header(*plan_, runs.data(), runs.data() + runs.size(), *out);
+  std::byte* at = *out + ids_header_bytes(*plan_, static_cast<int64_t>(runs.size()));
+  for (const Run& run : runs) {
+    const Table& table = plan_->tables[run.table];
+    const uint32_t* order = order_.data() + run.start;
+    if (table.is_wide) {
+      for (int64_t i = 0; i < run.count; ++i) std::memcpy(at + 8 * i, &unique_ids_[order[i]], 8);
+    } else {
+      for (int64_t i = 0; i < run.count; ++i) {
+        const int32_t id = static_cast<int32_t>(unique_ids_[order[i]]);
+        std::memcpy(at + 4 * i, &id, 4);
+      }
+      if (run.count % 2) std::memset(at + 4 * run.count, 0, 4);
+    }
+    at += ids_bytes(table, run.count);
+  }
+  *out = at;
 }
 
 void Lookup::write_ids(const int64_t* destinations) const {
   for (int p = 0; p < plan_->world_size; ++p) {
-    const Run* begin = outgoing_.runs.data() + outgoing_.peer_start[p];
-    const Run* end = outgoing_.runs.data() + outgoing_.peer_start[p + 1];
-    if (p == plan_->rank || begin == end || !destinations[p]) continue;
+    if (p == plan_->rank || !destinations[p]) continue;
+    const bool is_far = plan_->is_far(p);
+    const std::vector<Run> runs = runs_to(p, is_far ? Part::kRows : Part::kAll);
+    if (runs.empty()) continue;
     std::byte* out = reinterpret_cast<std::byte*>(destinations[p]);
-    write_ids_header(*plan_, begin, end, out);
-    out += ids_header_bytes(*plan_, end - begin);
-    for (const Run* run = begin; run != end; ++run) {
-      const Table& table = plan_->tables[run->table];
-      const uint32_t* order = order_.data() + run->start;
-      if (table.is_wide) {
-        for (int64_t i = 0; i < run->count; ++i) std::memcpy(out + 8 * i, &unique_ids_[order[i]], 8);
-      } else {
-        for (int64_t i = 0; i < run->count; ++i) {
-          const int32_t id = static_cast<int32_t>(unique_ids_[order[i]]);
-          std::memcpy(out + 4 * i, &id, 4);
-        }
-        if (run->count % 2) std::memset(out + 4 * run->count, 0, 4);
-      }
-      out += ids_bytes(table, run->count);
-    }
-    if (plan_->has_pooled_flow) write_bags(p, reinterpret_cast<uint32_t*>(out));
+    write_runs(runs, &out);
+    if (plan_->has_pooled_flow && !is_far) write_bags(p, reinterpret_cast<uint32_t*>(out));
   }
 }
 
-void Lookup::resolve(const int64_t* sources, const int64_t* source_bytes) {
+void Lookup::write_straight_ids(const int64_t* destinations) const {
+  for (int p = 0; p < plan_->world_size; ++p) {
+    if (!plan_->has_pooled_flow || !plan_->is_far(p)) continue;
+    const std::vector<Run> runs = runs_to(p, Part::kPooled);
+    if (runs.empty()) continue;
+    std::byte* out = reinterpret_cast<std::byte*>(destinations[p]);
+    write_runs(runs, &out);
+    write_bags(p, reinterpret_cast<uint32_t*>(out));
+  }
+}
+
+// Owner: reads the counts of a section, which must be about tables of `part`; returns the number of ids.
+int64_t Lookup::read_runs(int peer, Part part, const std::byte* section, int64_t bytes, int64_t first_row,
+                          int64_t* end) {
+  const size_t first_run = incoming_.runs.size();
+  const int64_t count =
+      read_ids_header(*plan_, peer, section, bytes, first_row, &incoming_.runs, &incoming_data_, end);
+  for (size_t r = first_run; r < incoming_.runs.size(); ++r) {
+    const Run& run = incoming_.runs[r];
+    const Table& table = plan_->tables[run.table];
+    if (part != Part::kAll && table.is_pooled != (part == Part::kPooled))
+      throw ProtocolViolation("the ids section from rank " + std::to_string(peer) + " holds table " +
+                              std::to_string(run.table) + ", whose ids take another way");
+    incoming_.row_bytes[peer] += run.count * table.wire_row_bytes;
+    incoming_.grad_bytes[peer] += run.count * table.wire_grad_bytes;
+  }
+  return count;
+}
+
+void Lookup::resolve(const int64_t* sources, const int64_t* source_bytes, const int64_t* straight,
+                     const int64_t* straight_bytes) {
   const int W = plan_->world_size;
   incoming_.runs.clear();
   incoming_data_.clear();
   int64_t total = 0;
-  std::vector<int64_t> ids_ends(W, 0);
+  // What follows the ids: which bags they are in.
+  std::vector<const std::byte*> bags(W, nullptr);
+  std::vector<int64_t> bag_bytes(W, 0);
   for (int p = 0; p < W; ++p) {
     incoming_.peer_start[p] = static_cast<int64_t>(incoming_.runs.size());
     incoming_.row_bytes[p] = incoming_.grad_bytes[p] = 0;
@@ -77,14 +136,18 @@ void Lookup::resolve(const int64_t* sources, const int64_t* source_bytes) {
         total += outgoing_.runs[r].count;
       }
     } else {
-      total += read_ids_header(*plan_, p, reinterpret_cast<const std::byte*>(sources[p]), source_bytes[p], total,
-                               &incoming_.runs, &incoming_data_,
-                               plan_->has_pooled_flow ? &ids_ends[p] : nullptr);
-      for (size_t r = incoming_.peer_start[p]; r < incoming_.runs.size(); ++r) {
-        const Table& table = plan_->tables[incoming_.runs[r].table];
-        incoming_.row_bytes[p] += incoming_.runs[r].count * table.wire_row_bytes;
-        incoming_.grad_bytes[p] += incoming_.runs[r].count * table.wire_grad_bytes;
+      const bool is_far = plan_->is_far(p);
+      const std::byte* section = reinterpret_cast<const std::byte*>(sources[p]);
+      int64_t bytes = source_bytes[p], end = 0;
+      const bool has_bags = plan_->has_pooled_flow && !is_far;
+      total += read_runs(p, is_far ? Part::kRows : Part::kAll, section, bytes, total, has_bags ? &end : nullptr);
+      if (plan_->has_pooled_flow && is_far) {
+        section = straight ? reinterpret_cast<const std::byte*>(straight[p]) : nullptr;
+        bytes = straight ? straight_bytes[p] : 0;
+        total += read_runs(p, Part::kPooled, section, bytes, total, &end);
       }
+      bags[p] = section + end;
+      bag_bytes[p] = bytes - end;
     }
   }
   incoming_.peer_start[W] = static_cast<int64_t>(incoming_.runs.size());
@@ -114,7 +177,7 @@ void Lookup::resolve(const int64_t* sources, const int64_t* source_bytes) {
     run_sums_.resize(incoming_.runs.size());
     for (int p = 0; p < W; ++p) {
       if (p != plan_->rank) {
-        read_bags(p, reinterpret_cast<const std::byte*>(sources[p]) + ids_ends[p], source_bytes[p] - ids_ends[p]);
+        read_bags(p, bags[p], bag_bytes[p]);
         continue;
       }
       std::vector<uint32_t> own(bag_words_[p]);

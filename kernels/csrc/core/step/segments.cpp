@@ -103,8 +103,13 @@ void Lookup::write_sums(const int64_t* destinations) const {
       });
       out += run.count * table.wire_grad_bytes;
     }
-    if (plan_->has_pooled_flow) write_bag_grads(p, out);
+    if (plan_->has_pooled_flow && !plan_->is_far(p)) write_bag_grads(p, out);
   }
+}
+
+void Lookup::write_straight_grads(const int64_t* destinations) const {
+  for (int p = 0; p < plan_->world_size; ++p)
+    if (outgoing_.bag_grad_bytes[p]) write_bag_grads(p, reinterpret_cast<std::byte*>(destinations[p]));
 }
 
 void Lookup::sort_positions() {
