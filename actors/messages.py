@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -215,6 +215,22 @@ class Progress:
     values: Mapping[str, float]
     #: Wall time of the window or evaluation.
     seconds: float
+    #: Logical table -> what its flow costs, from the window's last step; empty in a world of one.
+    flows: Mapping[str, FlowCost] = dataclasses.field(default_factory=dict)
+
+
+class FlowCost(NamedTuple):
+    """Bytes of rows and gradients of one step, all ranks together, for a table in either flow."""
+
+    #: The flow it has: "rows" or "pooled".
+    flow: str
+    rows_bytes: float
+    #: None where it cannot be pooled.
+    pooled_bytes: float | None
+
+    @property
+    def bytes_now(self) -> float:
+        return self.rows_bytes if self.flow == "rows" or self.pooled_bytes is None else self.pooled_bytes
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

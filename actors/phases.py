@@ -7,6 +7,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
+from shoal.actors.flow_meter import flow_costs
 from shoal.actors.messages import Progress
 from shoal.kernels.metrics import BinaryMetrics
 
@@ -54,6 +55,10 @@ class StepWindow:
         self.grad_norms: list[float] = []
         #: Of this rank: ids dropped, ids replaced, and rows or values a data policy acted on.
         self.counts = [0, 0, 0]
+        #: Of this rank: bytes sent within its host and to other hosts.
+        self.bytes_sent = (0, 0)
+        #: Of this rank's last step, if it was looked at (``flow_meter``).
+        self.flow_counts: list[float] = []
         self.started = time.perf_counter()
         self.phases: defaultdict[str, float] = defaultdict(float)
 
@@ -66,15 +71,26 @@ class StepWindow:
     def add_counts(self, *counts: int) -> None:
         self.counts = [total + count for total, count in zip(self.counts, counts)]
 
+    def add_bytes(self, before: tuple[int, int], after: tuple[int, int]) -> None:
+        """``Session.bytes_sent`` before and after a step."""
+        within, across = self.bytes_sent
+        self.bytes_sent = (within + after[0] - before[0], across + after[1] - before[1])
+
+    def sums(self) -> tuple[float, ...]:
+        """What is summed over ranks for ``progress``, as many numbers on each."""
+        return (self.loss_sum, *self.counts, *self.bytes_sent, *self.flow_counts)
+
     def add_loss(self, loss: float) -> None:
         self.loss_sum += loss
 
     def add_grad_norm(self, norm: float) -> None:
         self.grad_norms.append(norm)
 
-    def progress(self, trainer: Trainer, metrics: BinaryMetrics, sums: Sequence[float]) -> Progress:
-        """The record of this window; ``sums``: over all ranks of the loss, the rows and ``counts``."""
-        loss, num_rows, *counts = sums
+    def progress(self, trainer: Trainer, metrics: BinaryMetrics, totals: Sequence[float]) -> Progress:
+        """The record of this window; ``totals``: over all ranks of the rows and ``sums``."""
+        num_rows, loss, *rest = totals
+        counts, rest = rest[: len(COUNTER_NAMES)], rest[len(COUNTER_NAMES) :]
+        within, across, *flow_counts = rest
         elapsed = max(time.perf_counter() - self.started, 1e-9)
         steps = max(self.steps, 1)
         window = metrics.compute(window=True)
@@ -93,7 +109,15 @@ class StepWindow:
             "rows": num_rows,
             "skipped_steps": float(trainer.skipped_steps),
             **({"grad_norm": sum(self.grad_norms) / len(self.grad_norms)} if self.grad_norms else {}),
+            "bytes_within_hosts": within / steps,
+            "bytes_across_hosts": across / steps,
             **dict(zip(COUNTER_NAMES, counts, strict=True)),
             **{f"phase_ms/{name}": 1e3 * seconds / steps for name, seconds in sorted(self.phases.items())},
         }
-        return Progress(kind="train", step=trainer.step, values=dict(self.last_values), seconds=elapsed)
+        return Progress(
+            kind="train",
+            step=trainer.step,
+            values=dict(self.last_values),
+            seconds=elapsed,
+            flows=flow_costs(trainer.session.plan, flow_counts),
+        )

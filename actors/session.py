@@ -23,6 +23,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from shoal.actors.flow_meter import count_flows
 from shoal.actors.phases import PhaseClock
 from shoal.actors.sharded import ModelTables
 from shoal.kernels import faults
@@ -32,7 +33,7 @@ from shoal.kernels.exchange import Exchange, Headers, raise_for_status
 from shoal.kernels.frame import Flag, Kind, Status
 from shoal.kernels.jagged import KeyedJaggedTensor
 from shoal.kernels.plan import Lookup, StepPlan
-from shoal.kernels.row_exchange import FlatRows, RowExchange
+from shoal.kernels.row_exchange import FlatRows, HierarchicalRows, RowExchange
 from shoal.kernels.rowstore import RowStore
 from shoal.kernels.vbe import expand_inverse_indices
 
@@ -320,6 +321,17 @@ class Session:
         self._pool_outputs(round_, sources)
         self.clock.mark("pool")
         return headers
+
+    def bytes_sent(self) -> tuple[int, int]:
+        """Bytes that this rank has sent so far in this view: (to ranks of its host, to other hosts)."""
+        local = [self.rows.local] if isinstance(self.rows, HierarchicalRows) else []
+        counts = [count for exchange in (self.exchange, *local) for count in exchange.counts.values()]
+        across = sum(count.bytes_sent_across_hosts for count in counts)
+        return sum(count.bytes_sent for count in counts) - across, across
+
+    def flow_counts(self) -> list[float]:
+        """What the byte rule of flows needs to know of the open step (``flow_meter``)."""
+        return count_flows(self.plan, [round_.lookup for round_ in self._rounds])
 
     def take_counts(self) -> tuple[int, int]:
         """(ids dropped, ids replaced) by policies on this rank in training since the last call."""

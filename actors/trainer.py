@@ -182,7 +182,7 @@ class Trainer:
         head = self.train_step(flags, control)
         self.is_stopped = Flag.STOP in head.flags
         done = self.step  # number of steps applied so far
-        if done % self.spec.log_every_steps == 0 or done == self.spec.total_steps or self.is_stopped:
+        if self._is_logged(done) or self.is_stopped:
             self._log()
         # The checkpoint comes first: a failing evaluation must not cost what was trained.
         every = self.spec.checkpoint_every_steps
@@ -191,6 +191,9 @@ class Trainer:
         if self.spec.eval_every_steps and done % self.spec.eval_every_steps == 0 and done < self.spec.total_steps:
             self.evaluate()
         return head
+
+    def _is_logged(self, done: int) -> bool:
+        return done % self.spec.log_every_steps == 0 or done == self.spec.total_steps
 
     def finish(self) -> dict[str, Any]:
         """The last checkpoint and evaluation; returns the summary of the run."""
@@ -250,6 +253,7 @@ class Trainer:
         """One training step on every rank; returns what all ranks saw in its header."""
         clock, step = self.session.clock, self.step
         clock.take()
+        sent = self.session.bytes_sent()
         batch, error = self._next_batch(self.feed, step, is_training=True)
         clock.mark("feed")
         weights = _sample_weights(batch)
@@ -266,6 +270,8 @@ class Trainer:
             error=error,
         )
         is_finite, failure = self._forward_backward(batch, weights, head)
+        if self._is_logged(step + 1):
+            self._window.flow_counts = self.session.flow_counts()
         rates = self._learning_rates
         end = self.session.end(
             dense_grad=self.dense.grad if self.dense.num_parameters else None,
@@ -290,6 +296,7 @@ class Trainer:
         self.num_samples += head.num_samples
         self._window.add_counts(*self.session.take_counts(), sum(batch.counters.values()))
         self._window.add(head.num_samples, self.phase_seconds)
+        self._window.add_bytes(sent, self.session.bytes_sent())
         faults.reach("step.applied")
         return head
 
@@ -351,9 +358,9 @@ class Trainer:
     def _log(self) -> None:
         """Merge metrics on rank 0 and hand out a progress record."""
         window = self._window
-        merged, sums = self._merge(self.metrics, (window.loss_sum, self.session.store.num_rows(), *window.counts))
+        merged, totals = self._merge(self.metrics, (self.session.store.num_rows(), *window.sums()))
         if merged is not None:
-            self._on_progress(window.progress(self, merged, sums))
+            self._on_progress(window.progress(self, merged, totals))
         self._window.restart()
 
     def evaluate(self, num_steps: int | None = None) -> dict[str, float]:

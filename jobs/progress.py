@@ -112,7 +112,7 @@ def format_line(record: ProgressRecord) -> str:
     """``step=100/400 samples_per_s=12345 loss=0.5012 ... eta=1m05s``; what is unknown is left out."""
     steps = f"{record.step}/{record.steps_total}" if record.steps_total is not None else str(record.step)
     values = {"step": steps, "samples_per_s": _rate(record.samples_per_s), **_metrics(record)}
-    values |= {"exchange_ms": _fixed(record.exchange_ms, 2), "workers": str(record.workers)}
+    values |= {"exchange_ms": _fixed(record.exchange_ms, 2), "workers": str(record.workers), **_traffic(record)}
     values |= {"epoch": str(record.epoch), **_protection(record), "eta": _eta(record)}
     return " ".join(f"{name}={value}" for name, value in values.items() if value)
 
@@ -148,6 +148,19 @@ def format_bytes(num_bytes: float) -> str:
 
 def _metrics(record: ProgressRecord) -> dict[str, str]:
     return {name: _fixed(getattr(record, name), 4) for name in ("loss", "ne", "auc")}
+
+
+def _traffic(record: ProgressRecord) -> dict[str, str]:
+    """How rows travel, and the bytes that a step sends; nothing with one worker."""
+    if record.workers < 2:
+        return {}
+    sizes = (("within_hosts", record.bytes_within_hosts), ("across_hosts", record.bytes_across_hosts))
+    pooled = sum(flow == "pooled" for flow in record.flows.values())
+    return {
+        "exchange": record.exchange,
+        **{name: format_bytes(size).replace(" ", "") for name, size in sizes if size},
+        "pooled_tables": f"{pooled}/{len(record.flows)}" if pooled else "",
+    }
 
 
 def _protection(record: ProgressRecord) -> dict[str, str]:

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from shoal.kernels.column_blocks import logical_table, logical_tables
 from shoal.kernels.spec import FeatureSpec, PoolingType, TableSpec
 from shoal.platform.config import JobConfig
-from shoal.platform.costs import TableProfile
+from shoal.platform.costs import Flow, TableProfile
 from shoal.platform.data_sample import DataSample
 from shoal.platform.plan import Plan
 from shoal.platform.planner import Constraint, plan_tables
@@ -31,9 +31,15 @@ def job_topology(config: JobConfig, world_size: int, *, is_one_host: bool) -> To
     )
 
 
-def job_constraints(config: JobConfig, tables: Sequence[TableSpec]) -> dict[str, Constraint]:
-    """By logical table: what its settings leave to the planner."""
+def job_constraints(
+    config: JobConfig, tables: Sequence[TableSpec], features: Sequence[FeatureSpec]
+) -> dict[str, Constraint]:
+    """By logical table: what its settings leave to the planner.
+
+    With flow auto a table that a weighted feature reads stays with rows: its weights may be learned, which needs them.
+    """
     constraints = {}
+    weighted = {tables[feature.table].logical_name for feature in features if feature.is_weighted}
     for name, blocks in logical_tables(tables).items():
         table = config.tables.of(name)
         is_auto = table.sharding_type == "auto"
@@ -41,12 +47,20 @@ def job_constraints(config: JobConfig, tables: Sequence[TableSpec]) -> dict[str,
             sharding_types=None if is_auto else (table.placement,),
             column_blocks=table.column_blocks,
             num_row_blocks=table.num_blocks if is_auto else blocks[0].num_blocks,
-            flow=table.flow or "rows",
+            flow=_open_flow(table.flow, is_weighted=name in weighted),
+            placement_exact=table.placement_exact is not False,
             values_codec=table.values_codec or "fp32",
             gradients_codec=table.gradients_codec or "fp32",
             has_own_statistic=table.optimizer_scope == "shard",
         )
     return constraints
+
+
+def _open_flow(flow: str | None, *, is_weighted: bool) -> Flow | None:
+    """The flow that settings name; None: the planner's choice."""
+    if flow == "auto":
+        return "rows" if is_weighted else None
+    return "pooled" if flow == "pooled" else "rows"
 
 
 def table_profiles(
@@ -90,8 +104,9 @@ def plan_job_tables(
     return plan_tables(
         [logical_table(blocks[0]) for blocks in logical_tables(tables).values()],
         topology,
-        constraints=job_constraints(config, tables),
+        constraints=job_constraints(config, tables, features),
         profiles=table_profiles(tables, features, sample, batch_rows),
+        flows=("rows", "pooled"),
     )
 
 
@@ -107,6 +122,8 @@ def resolve_auto(config: JobConfig, plan: Plan) -> JobConfig:
             changes = {"sharding_type": planned.sharding.value, "num_blocks": planned.num_row_blocks}
             if len(planned.column_widths) > 1 or planned.sharding.cuts_columns:
                 changes["column_blocks"] = len(planned.column_widths)
+        if table.flow == "auto":
+            changes["flow"] = planned.flow
         if plan.is_profiled and table.load_factor is None and sum(planned.block_bytes):
             busy = sum(planned.block_loads) / total_load / (sum(planned.block_bytes) / total_bytes)
             changes["load_factor"] = float(f"{max(busy, 1e-9):.4g}")
@@ -116,6 +133,6 @@ def resolve_auto(config: JobConfig, plan: Plan) -> JobConfig:
 
 
 def has_auto(config: JobConfig) -> bool:
-    """Whether any table's sharding is left to the planner."""
+    """Whether any table's sharding or flow is left to the planner."""
     tables = (config.tables.defaults, *config.tables.overrides.values())
-    return any(table.sharding_type == "auto" for table in tables)
+    return any("auto" in (table.sharding_type, table.flow) for table in tables)

@@ -166,10 +166,12 @@ class TableConfig(Config):
     rounded is rounded for a worker's own rows, too. Stored rows and optimizer state keep their type."""
     gradients_codec: Literal["fp32", "fp16", "bf16", "int8"] | None = None
     """How the summed gradients of rows travel to their owners; fp32 by default. ``fp16`` loses what is below 6e-8."""
-    flow: Literal["rows", "pooled"] | None = None
+    flow: Literal["auto", "rows", "pooled"] | None = None
     """What a row's owner returns: ``rows`` (default): each row once, for bags made by the worker that asks. ``pooled``:
     partial sums of each bag, one per row block: fewer bytes for long bags over few row blocks (num_blocks 1, or
-    placement_exact false). It needs pooled features without learned weights, and scaling.exchange flat."""
+    placement_exact false). It needs pooled features without learned weights. ``auto``: the cheaper one for a sample of
+    the training data (``rows`` for weighted features), kept in the run's config.yaml. A run never changes its flow, as
+    that would change its numbers in rounding; it measures both, and event ``flow_advice`` says what to set."""
     placement_exact: bool | None = None
     """With flow pooled: false sums per worker instead of per row block. Results then differ in rounding when rows move
     or the number of workers changes. True by default."""

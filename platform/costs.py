@@ -13,15 +13,14 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Literal
 
-from shoal.kernels.spec import TableSpec
+from shoal.kernels import flow_rule
+from shoal.kernels import spec as kernels
+from shoal.kernels.flow_rule import FlowCounts
+from shoal.kernels.spec import TableSpec, WireCodecs
 from shoal.platform.topology import Topology
 
 Codec = Literal["fp32", "fp16", "bf16", "int8"]
 Flow = Literal["rows", "pooled"]
-
-#: An id in the ids exchange: int64, the upper bound (declared ranges that fit travel as int32).
-ID_BYTES = 8
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TableProfile:
@@ -59,11 +58,9 @@ class CostWeights:
     piece_s: float = 2e-6
 
 
-def wire_row_bytes(width: int, codec: Codec = "fp32") -> int:
-    """Bytes of one row of ``width`` values in an exchange (PROTOCOLS S10)."""
-    if codec == "int8":
-        return 4 + -(-width // 4) * 4
-    return width * (4 if codec == "fp32" else 2)
+def wire_codecs(values_codec: Codec = "fp32", gradients_codec: Codec = "fp32") -> WireCodecs:
+    """Codecs by their names."""
+    return WireCodecs(kernels.Codec[values_codec.upper()], kernels.Codec[gradients_codec.upper()])
 
 
 def flow_bytes(
@@ -75,22 +72,31 @@ def flow_bytes(
     values_codec: Codec = "fp32",
     gradients_codec: Codec = "fp32",
 ) -> float:
-    """Bytes of one rank's step for one table or column block, both directions, if no row were its own.
+    """Bytes of one rank's step for one table or column block, both directions, if no row were its own: the rule of
+    ``kernels/flow_rule``.
 
-    rows = 2*U*D*w + U*i; pooled = 2*P*D*w + U*i + 4*N + 4*P (+ 8*N weighted)   (DESIGN 4)
-
-    ``num_parts``: units of partial sums: 1 where the whole table is on one worker, else its row blocks (S5).
+    ``num_parts``: units of partial sums: the table's row blocks (S5), or its owners where sums need not be exact.
     """
-    both_ways = wire_row_bytes(width, values_codec) + wire_row_bytes(width, gradients_codec)
-    ids = profile.num_unique * ID_BYTES
-    if flow == "rows":
-        return profile.num_unique * both_ways + ids
-    sums = profile.partial_sums(num_parts)
-    weights = 8 * profile.num_ids if profile.is_weighted else 0.0
-    return sums * both_ways + ids + 4 * profile.num_ids + 4 * sums + weights
+    counts = FlowCounts(profile.num_unique, profile.num_ids, profile.partial_sums(num_parts))
+    return flow_rule.flow_bytes(
+        kernels.Flow[flow.upper()],
+        counts,
+        width,
+        wire_codecs(values_codec, gradients_codec),
+        is_weighted=profile.is_weighted,
+    )
 
 
-def flow_seconds(profile: TableProfile, width: int, flow: Flow, num_parts: int, topology: Topology) -> float:
+def flow_seconds(
+    profile: TableProfile,
+    width: int,
+    flow: Flow,
+    num_parts: int,
+    topology: Topology,
+    *,
+    values_codec: Codec = "fp32",
+    gradients_codec: Codec = "fp32",
+) -> float:
     """Time of one rank's step for a flow: its bytes on the slowest link, and gathering and pooling on either side."""
     has_network = topology.num_hosts > 1
     link = topology.network_bytes_per_s if has_network else topology.local_bytes_per_s
@@ -98,21 +104,31 @@ def flow_seconds(profile: TableProfile, width: int, flow: Flow, num_parts: int, 
     gathered = profile.num_unique + profile.num_ids if flow == "rows" else profile.num_ids
     if flow == "pooled":
         gathered += 2 * profile.partial_sums(num_parts)
-    bytes_moved = flow_bytes(profile, width, flow, num_parts)
+    bytes_moved = flow_bytes(
+        profile, width, flow, num_parts, values_codec=values_codec, gradients_codec=gradients_codec
+    )
     return bytes_moved / link + gathered * width * 4 / topology.memory_bytes_per_s
 
 
 def choose_flow(
-    profile: TableProfile, width: int, num_parts: int, topology: Topology, allowed: Sequence[Flow] = ("rows", "pooled")
+    profile: TableProfile,
+    width: int,
+    num_parts: int,
+    topology: Topology,
+    allowed: Sequence[Flow] = ("rows", "pooled"),
+    *,
+    values_codec: Codec = "fp32",
+    gradients_codec: Codec = "fp32",
 ) -> tuple[Flow, str]:
     """The faster flow of those allowed, and why."""
     if profile.needs_rows or "pooled" not in allowed:
         return "rows", "rows are read one by one" if profile.needs_rows else "the only flow allowed"
     if "rows" not in allowed:
         return "pooled", "the only flow allowed"
+    codecs: dict[str, Codec] = {"values_codec": values_codec, "gradients_codec": gradients_codec}
     flows: tuple[Flow, Flow] = ("rows", "pooled")
-    rows_s, pooled_s = (flow_seconds(profile, width, flow, num_parts, topology) for flow in flows)
-    rows, pooled = (flow_bytes(profile, width, flow, num_parts) for flow in flows)
+    rows_s, pooled_s = (flow_seconds(profile, width, flow, num_parts, topology, **codecs) for flow in flows)
+    rows, pooled = (flow_bytes(profile, width, flow, num_parts, **codecs) for flow in flows)
     why = f"{rows:.0f} bytes of rows, {pooled:.0f} of partial sums per rank and step"
     return ("pooled" if pooled_s < rows_s else "rows"), why
 

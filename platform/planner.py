@@ -63,6 +63,8 @@ class Constraint:
     flow: Flow | None = None
     values_codec: Codec = "fp32"
     gradients_codec: Codec = "fp32"
+    #: With the pooled flow: a partial sum per row block, not per owner (S5).
+    placement_exact: bool = True
     #: See ``kernels.spec.ColumnBlock``.
     has_own_statistic: bool = False
 
@@ -77,6 +79,8 @@ class _Option:
     loads: tuple[float, ...]
     peak: float
     peak_bytes: float
+    #: Partial sums that a bag over all of the table falls into.
+    num_parts: int
     flow: Flow
     flow_reason: str
 
@@ -333,19 +337,29 @@ class _Options:
         blocks = cut_columns(cut, widths, has_own_statistic=constraint.has_own_statistic)
         workers = self._topology.workers_per_host if kind.is_host_bound else float(self._topology.world_size)
         num_pieces = 1 if kind.is_whole else max(1, min(num_blocks, int(workers)))
-        flow, flow_reason = self._flow(spec, kind, num_blocks, constraint)
-        loads = tuple(self._load(block, spec.name, num_pieces, flow, num_blocks, kind, constraint) for block in blocks)
+        num_parts = num_blocks if constraint.placement_exact else num_pieces
+        flow, flow_reason = self._flow(spec, kind, num_parts, constraint)
+        loads = tuple(self._load(block, spec.name, num_pieces, flow, num_parts, constraint) for block in blocks)
         # Row blocks are not divisible: of 64 blocks on 48 workers some have two.
         largest = 1.0 if kind.is_whole else -(-num_blocks // num_pieces) / num_blocks
         peak, peak_bytes = max(loads) * largest, max(map(table_bytes, blocks)) * largest
-        return _Option(kind, blocks, loads, peak, peak_bytes, flow, flow_reason)
+        return _Option(kind, blocks, loads, peak, peak_bytes, num_parts, flow, flow_reason)
 
-    def _flow(self, spec: TableSpec, kind: ShardingType, num_blocks: int, constraint: Constraint) -> tuple[Flow, str]:
+    def _flow(self, spec: TableSpec, kind: ShardingType, num_parts: int, constraint: Constraint) -> tuple[Flow, str]:
+        if kind is ShardingType.DATA_PARALLEL:
+            return "rows", "every worker keeps the rows"
         allowed = self._flows if constraint.flow is None else (constraint.flow,)
         if self._profiles is None:
             return allowed[0], "no sample of the data"
-        num_parts = 1 if kind.is_whole else num_blocks
-        return choose_flow(self._profiles[spec.name], spec.embedding_dim, num_parts, self._topology, allowed)
+        return choose_flow(
+            self._profiles[spec.name],
+            spec.embedding_dim,
+            num_parts,
+            self._topology,
+            allowed,
+            values_codec=constraint.values_codec,
+            gradients_codec=constraint.gradients_codec,
+        )
 
     def _load(
         self,
@@ -353,8 +367,7 @@ class _Options:
         table: str,
         num_pieces: int,
         flow: Flow,
-        num_blocks: int,
-        kind: ShardingType,
+        num_parts: int,
         constraint: Constraint,
     ) -> float:
         if self._profiles is None:
@@ -365,7 +378,7 @@ class _Options:
             self._topology,
             num_pieces=num_pieces,
             flow=flow,
-            num_parts=1 if kind.is_whole else num_blocks,
+            num_parts=num_parts,
             values_codec=constraint.values_codec,
             gradients_codec=constraint.gradients_codec,
             weights=self._weights,
@@ -383,13 +396,12 @@ class _Options:
         if self._profiles is None:
             return (0.0,) * len(option.blocks)
         profile = self._profiles[spec.name]
-        num_parts = 1 if option.sharding.is_whole else option.blocks[0].num_blocks
         return tuple(
             flow_bytes(
                 profile,
                 block.embedding_dim,
                 option.flow,
-                num_parts,
+                option.num_parts,
                 values_codec=constraint.values_codec,
                 gradients_codec=constraint.gradients_codec,
             )

@@ -8,8 +8,12 @@ from typing import Any
 
 from shoal.actors.messages import Progress, View, WorkerStatus
 from shoal.actors.phases import COUNTER_NAMES
+from shoal.platform.flow_advice import advise_flows
 from shoal.platform.run_plan import RunPlan
 from shoal.platform.telemetry import EventLog, MetricWriter, ProgressRecord, RayGauges
+
+#: Tables that one event names.
+_SHOWN = 10
 
 
 class RunLog:
@@ -24,6 +28,7 @@ class RunLog:
         self._metrics: MetricWriter | None = None
         self._gauges: RayGauges | None = None
         self._samples = 0
+        self._advised: frozenset[tuple[str, str]] = frozenset()
         #: The view whose progress is told, and what its members last said.
         self.view: View | None = None
         self.members: Sequence[WorkerStatus] = ()
@@ -43,6 +48,7 @@ class RunLog:
         if self._metrics is None:
             self._metrics = MetricWriter(self._plan.storage, self._writer)
             self._gauges = RayGauges.connect(self._plan.name)
+        self._advise(record)
         if record.kind != "train":
             self._metrics.write_scalars(record.step, record.values)
             item: Any = record
@@ -54,6 +60,21 @@ class RunLog:
         self._metrics.flush()
         with self._lock:
             self._items.append(item)
+
+    def _advise(self, record: Progress) -> None:
+        """Say which tables should have another flow, when that is news."""
+        if not record.flows:
+            return
+        advice = advise_flows(record.flows)
+        tables = frozenset((found.table, found.flow) for found in advice)
+        if tables and tables != self._advised:
+            self.publish(
+                "flow_advice",
+                step=record.step,
+                tables={found.table: found.reason for found in advice[:_SHOWN]},
+                num_tables=len(advice),
+            )
+        self._advised = tables
 
     def flush(self) -> None:
         self._events.flush()
@@ -80,6 +101,10 @@ class RunLog:
             calibration=values["calibration"],
             exchange_ms=values["exchange_ms"],
             workers=0 if self.view is None else self.view.world_size,
+            exchange="" if self.view is None else self.view.exchange,
+            flows={table: cost.flow for table, cost in record.flows.items()},
+            bytes_within_hosts=values.get("bytes_within_hosts", 0.0),
+            bytes_across_hosts=values.get("bytes_across_hosts", 0.0),
             eta_s=left * values["step_ms"] / 1e3,
             phases_ms={k.split("/", 1)[1]: v for k, v in values.items() if k.startswith("phase_ms/")},
             counters={name: values.get(name, 0.0) for name in ("rows", "skipped_steps", *COUNTER_NAMES)},

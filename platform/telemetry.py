@@ -54,6 +54,13 @@ class ProgressRecord:
     #: Time of one step's exchanges, median over the window, slowest rank.
     exchange_ms: float | None = None
     workers: int = 0
+    #: How rows travel between workers: flat or hierarchical. Bytes that all workers together send in one step of
+    #: training, to workers of their own host and to those of others; what carriers hand on is in the former.
+    exchange: str = ""
+    bytes_within_hosts: float = 0.0
+    bytes_across_hosts: float = 0.0
+    #: Logical table -> its flow, rows or pooled; empty with one worker.
+    flows: Mapping[str, str] = dataclasses.field(default_factory=dict)
     #: Newest step that a loss of a worker does not take back; None: nothing is kept for that.
     protected_step: int | None = None
     #: Bytes of rows whose copy on another worker is not complete.
@@ -69,6 +76,7 @@ class ProgressRecord:
         """TensorBoard tag -> value, without what is unknown."""
         values = {f"train/{name}": getattr(self, name) for name in ("loss", "ne", "auc", "calibration")}
         values |= {f"speed/{name}": getattr(self, name) for name in ("samples_per_s", "exchange_ms", "workers")}
+        values |= {f"exchange/{name}": getattr(self, name) for name in ("bytes_within_hosts", "bytes_across_hosts")}
         values |= {f"elastic/{name}": getattr(self, name) for name in ("protected_step", "unprotected_bytes", "epoch")}
         values |= {f"phase/{name}_ms": value for name, value in self.phases_ms.items()}
         values |= {f"count/{name}": value for name, value in self.counters.items()}
@@ -189,7 +197,10 @@ class MetricWriter:
 class RayGauges:
     """A run's main numbers as Ray metrics (``ray_shoal_...``), tagged by run only; usable inside Ray processes."""
 
-    NAMES = ("step", "samples_per_s", "loss", "ne", "auc", "exchange_ms", "workers", "unprotected_bytes", "eta_s")
+    NAMES = (
+        *("step", "samples_per_s", "loss", "ne", "auc", "exchange_ms", "workers", "unprotected_bytes", "eta_s"),
+        *("bytes_within_hosts", "bytes_across_hosts"),
+    )
 
     def __init__(self, run: str) -> None:
         from ray.util.metrics import Gauge

@@ -80,7 +80,9 @@ def test_hierarchical_exchange_and_a_data_parallel_table_equal_plain_torch(hosts
 @pytest.mark.parametrize("hosts", ["a", "aa", "aab"])
 @pytest.mark.timeout(400)
 def test_the_pooled_flow_equals_plain_torch(hosts, source, oracles, tmp_path):
-    """Promise 1, D3: partial sums of bags per row block and per owner beside rows, whatever the exchange asked for."""
+    """Promise 1, D3: partial sums of bags per row block and per owner beside rows; with two hosts, these by carriers.
+
+    The records tell how the tables travel and what was sent."""
     specs = [parity.worker_spec(f"f{n}", source, o, tmp_path, checkpoint_at_end=False) for n, o in OPTIMIZERS.items()]
     codecs = {
         "user": WireCodecs(flow=Flow.POOLED),
@@ -90,6 +92,11 @@ def test_the_pooled_flow_equals_plain_torch(hosts, source, oracles, tmp_path):
     outcomes = worlds.run_world(len(hosts), specs, hosts=hosts, exchange="hierarchical", codecs=codecs)
     for (name, optimizer), outcome in zip(OPTIMIZERS.items(), outcomes):
         assert_close(outcome, oracles[name], optimizer)
+        record = outcome.records[-1]
+        flows = {table: cost.flow for table, cost in record.flows.items()}
+        assert flows == ({} if hosts == "a" else dict.fromkeys(codecs, "pooled") | {"word": "rows"})
+        assert (record.values["bytes_within_hosts"] > 0) == (hosts != "a")
+        assert (record.values["bytes_across_hosts"] > 0) == (hosts == "aab")
 
 
 @pytest.mark.parametrize(("num_workers", "parts"), [(1, (2, 8)), (2, (1, 3, 8)), (3, (4,))])

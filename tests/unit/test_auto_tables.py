@@ -12,8 +12,8 @@ from shoal.jobs.plan_text import format_report
 from shoal.jobs.plan_traffic import owners_text
 from shoal.jobs.train import ElasticTrainer
 from shoal.kernels.column_blocks import cut_columns
-from shoal.kernels.spec import FeatureSpec, PoolingType, TableSpec
-from shoal.platform.auto_tables import job_topology, plan_job_tables, resolve_auto, table_profiles
+from shoal.kernels.spec import FeatureSpec, PoolingType, TableSpec, WireCodecs
+from shoal.platform.auto_tables import has_auto, job_topology, plan_job_tables, resolve_auto, table_profiles
 from shoal.platform.config import DataConfig, JobConfig, ModelConfig, RunConfig, TableConfig, TablesConfig
 from shoal.platform.data_sample import DataSample, FeatureSample
 from shoal.platform.job import LoadOf
@@ -70,6 +70,52 @@ def test_choices_replace_auto_and_loads_say_how_busy_tables_are():
     without = plan_job_tables(config, SPECS, FEATURES, None, topology)
     assert resolve_auto(config, without).tables.of("user").load_factor is None
     assert job_topology(config, 2, is_one_host=False).num_hosts == 2
+
+
+def test_flow_auto_follows_the_sample_and_is_kept_in_the_settings():
+    specs = (
+        TableSpec(name="long", num_embeddings=10**6, embedding_dim=64),
+        TableSpec(name="read", num_embeddings=10**6, embedding_dim=64),
+        TableSpec(name="scaled", num_embeddings=10**6, embedding_dim=64),
+        TableSpec(name="cut", num_embeddings=10**6, embedding_dim=64, num_blocks=64),
+        TableSpec(name="kept", num_embeddings=10**6, embedding_dim=64),
+    )
+    features = tuple(
+        FeatureSpec(
+            name=spec.name,
+            table=t,
+            collection=0,
+            pooling=PoolingType.NONE if spec.name == "read" else PoolingType.SUM,
+            is_weighted=spec.name == "scaled",
+        )
+        for t, spec in enumerate(specs)
+    )
+    found = {
+        spec.name: FeatureSample(name=spec.name, ids_per_row=40, unique_half=1500, unique=3000, unique_per_batch=3000)
+        for spec in specs
+    }
+    sample = DataSample(rows=1000, total_rows=1000, features=found)
+    auto = {"flow": "auto", "sharding_type": "table_wise"}
+    config = job_of(
+        long=TableConfig(**auto),
+        read=TableConfig(**auto),
+        scaled=TableConfig(**auto),
+        cut=TableConfig(flow="auto"),
+        kept=TableConfig(flow="auto", sharding_type="data_parallel"),
+    )
+    topology = job_topology(config, 2, is_one_host=False)
+    plan = plan_job_tables(config, specs, features, sample, topology)
+    resolved = resolve_auto(config, plan)
+    flows = {spec.name: resolved.tables.of(spec.name).flow for spec in specs}
+    # Sequences and weights that may be learned need rows; over 64 row blocks a bag is as many sums as ids.
+    assert flows == {"long": "pooled", "read": "rows", "scaled": "rows", "cut": "rows", "kept": "rows"}
+    assert not has_auto(resolved) and has_auto(config)
+    assert "bytes of rows" in plan.find("long").reason
+    by_owner = job_of(cut=TableConfig(flow="auto", placement_exact=False))
+    assert plan_job_tables(by_owner, specs, features, sample, topology).find("cut").flow == "pooled"
+    without = resolve_auto(config, plan_job_tables(config, specs, features, None, topology))
+    assert {without.tables.of(spec.name).flow for spec in specs} == {"rows"}, "nothing is known: rows"
+    assert config.tables.of("long").codecs == WireCodecs(), "unresolved, it stands for rows"
 
 
 def build_model():

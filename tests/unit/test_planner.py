@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from shoal.kernels.errors import ConfigError, PlanError
 from shoal.kernels.spec import TableSpec
 from shoal.platform.baselines import BASELINES, greedy_owners, plan_baseline
-from shoal.platform.costs import TableProfile, choose_flow, flow_bytes, table_seconds, wire_row_bytes
+from shoal.platform.costs import TableProfile, choose_flow, flow_bytes, table_seconds
 from shoal.platform.placement import plan_placement, table_bytes
 from shoal.platform.planner import AUTO_TYPES, Constraint, plan_tables
 from shoal.platform.sharding import ShardingType
@@ -169,7 +169,7 @@ def test_byte_rule_is_that_of_the_design():
     assert profile.partial_sums(1) == 1000
     half = flow_bytes(profile, 16, "rows", 1, values_codec="int8", gradients_codec="fp16")
     assert half == 1000 * (20 + 32 + 8)
-    assert [wire_row_bytes(6, codec) for codec in ("fp32", "bf16", "int8")] == [24, 12, 12]
+    assert choose_flow(profile, 16, 1, topology_of((1, 1)))[0] == "rows"
 
 
 def test_flow_follows_the_bytes_unless_rows_are_needed():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 
 import pytest
@@ -30,6 +31,20 @@ def test_plain_line_has_every_value_as_key_value():
     assert line == (
         "step=100/400 samples_per_s=12346 loss=0.5012 ne=0.8100 auc=0.7654 exchange_ms=2.50 workers=2 epoch=0 eta=1m05s"
     )
+
+
+def test_with_several_workers_the_line_tells_how_rows_travel_and_what_a_step_sends():
+    record = dataclasses.replace(
+        RECORD,
+        exchange="hierarchical",
+        bytes_within_hosts=3 * 1024,
+        bytes_across_hosts=2.5 * 1024**2,
+        flows={"a": "rows", "b": "pooled"},
+    )
+    shown = " exchange=hierarchical within_hosts=3.0KiB across_hosts=2.5MiB pooled_tables=1/2 "
+    assert shown in format_line(record)
+    assert record.scalars()["exchange/bytes_across_hosts"] == 2.5 * 1024**2
+    assert "hosts" not in format_line(dataclasses.replace(record, workers=1))
 
 
 def test_unknown_values_are_left_out():
