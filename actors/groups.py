@@ -26,7 +26,7 @@ from shoal.kernels.transport import LoopbackTransport, Transport, name_ranks
 from shoal.kernels.transport_composite import CompositeTransport
 from shoal.kernels.transport_gloo import GlooTransport, mesh_sockets, socket_inodes
 from shoal.kernels.transport_nccl import NcclTransport
-from shoal.kernels.transport_shm import ShmTransport, shm_available
+from shoal.kernels.transport_shm import ShmTransport, memory_name, shm_available
 
 TRANSPORTS = ("auto", "shm", "gloo", "nccl")
 #: How soon forming ends once it is cancelled. Seconds.
@@ -313,26 +313,30 @@ class _Former:
     def _transport(self, roll_call: RollCall) -> Transport:
         spec = self.spec
         local = self._local_ranks()
-        has_shm = spec.transport != "gloo" and self._all_hosts_have_shm(len(local))
-        if has_shm and len(local) == spec.world_size:
-            return self._shm(local)
+        near = self._sharing_memory() if spec.transport != "gloo" else []
+        mine = near[spec.rank] if near else ""
+        sharing = [rank for rank in local if near and near[rank] == mine]
+        if len(sharing) == spec.world_size:
+            return self._shm(sharing)
         group, sockets = self._form_gloo("data")
         gloo = GlooTransport(
             group, spec.rank, spec.world_size, roll_call=roll_call, sockets=sockets, local_ranks=frozenset(local)
         )
-        if not has_shm or len(set(spec.hosts)) == spec.world_size:
+        if not near or len(set(zip(spec.hosts, near))) == spec.world_size:
             return gloo
         try:
-            return CompositeTransport(gloo, self._shm(local) if len(local) > 1 else LoopbackTransport(), local)
+            shared = self._shm(sharing) if len(sharing) > 1 else LoopbackTransport()
+            return CompositeTransport(gloo, shared, sharing, local_ranks=frozenset(local))
         except BaseException:
             gloo.close()
             raise
 
     def _local(self, transport: Transport) -> Transport:
         """The transport among the ranks of this host: shared memory that is there already, or Gloo."""
-        if isinstance(transport, CompositeTransport):
-            return transport.local_transport
         local = self._local_ranks()
+        # If one rank of a host shares memory with all of its ranks, so does each of them.
+        if isinstance(transport, CompositeTransport) and transport.num_near == len(local):
+            return transport.local_transport
         if len(local) == self.spec.world_size:
             return transport
         if len(local) == 1:
@@ -341,14 +345,18 @@ class _Former:
         number = local.index(self.spec.rank)
         return GlooTransport(group, number, len(local), sockets=sockets, local_ranks=frozenset(range(len(local))))
 
-    def _all_hosts_have_shm(self, num_local: int) -> bool:
-        """All ranks agree on whether shared memory is used: one without it turns it off for all (transport auto)."""
-        reason = shm_available(num_local)
+    def _sharing_memory(self) -> list[str]:
+        """Every rank's memory by name: ranks of a host with the same can share it. Empty: not used, as one rank without
+        it turns it off for all (transport auto). A host may span machines where its name is given (a rack)."""
+        reason = shm_available(len(self._local_ranks()))
         if reason and self.spec.transport == "shm":
             raise ConfigError(f"transport is 'shm' but this host cannot: {reason}")
-        self.store.set(f"shm/{self.spec.rank}", b"0" if reason else b"1")
+        self.store.set(f"shm/{self.spec.rank}", "" if reason else memory_name())
         self.meet("shm-known")
-        return all(self.store.get(f"shm/{rank}") == b"1" for rank in range(self.spec.world_size))
+        names = [self.store.get(f"shm/{rank}").decode() for rank in range(self.spec.world_size)]
+        if self.spec.transport == "shm" and len(set(names)) > 1:
+            raise ConfigError("transport is 'shm' but the ranks are on several machines; use 'auto'")
+        return names if all(names) else []
 
     def _shm(self, local: list[int]) -> ShmTransport:
         spec = self.spec

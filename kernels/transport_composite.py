@@ -14,11 +14,21 @@ from shoal.kernels.transport_gloo import GlooTransport
 
 
 class CompositeTransport:
-    """See ``Transport``. ``local`` are the global ranks of this host, in the local transport's order."""
+    """See ``Transport``. ``local`` are the global ranks that share memory, in the local transport's order; with
+    ``local_ranks`` a host may have more."""
 
-    def __init__(self, remote: GlooTransport, local_transport: Transport, local: Sequence[int]) -> None:
+    def __init__(
+        self,
+        remote: GlooTransport,
+        local_transport: Transport,
+        local: Sequence[int],
+        *,
+        local_ranks: frozenset[int] | None = None,
+    ) -> None:
         self.rank, self.world_size = remote.rank, remote.world_size
-        self.local_ranks = frozenset(local)
+        self.local_ranks = frozenset(local) if local_ranks is None else local_ranks
+        #: Ranks that share memory with this one, itself included.
+        self.num_near = len(local)
         self._remote = remote
         #: Among the ranks of this host; usable by itself between exchanges of this one.
         self.local_transport = local_transport

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import socket
 import threading
 from collections.abc import Sequence
 
@@ -35,6 +36,16 @@ def shm_available(num_local: int) -> str:
         return "/dev/shm is not writable"
     free, needed = _shm.shm_free_bytes(), num_local * SEGMENT_BYTES_MIN * 4
     return f"/dev/shm has {free} bytes free, {needed} are needed to begin with" if free < needed else ""
+
+
+def memory_name() -> str:
+    """Name of the memory that this process can share: equal in two processes that see the same /dev/shm."""
+    try:
+        with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
+            machine = file.read().strip()
+    except OSError:
+        machine = socket.gethostname()
+    return f"{machine}:{os.stat('/dev/shm').st_dev}"
 
 
 class ShmTransport:

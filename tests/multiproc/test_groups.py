@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from shoal.actors import groups as group_module
 from shoal.actors.groups import GroupSpec, form, host_store, run_hash
 from shoal.kernels.errors import ConfigError, ExchangeTimeoutError, PeerError
 from shoal.kernels.transport import LoopbackTransport
@@ -103,6 +104,36 @@ def test_auto_takes_shared_memory_within_and_gloo_across_hosts(world: Any) -> No
     assert world.values(just_form, "ab") == ["GlooTransport"] * 2
     assert world.values(just_form, "aba") == ["CompositeTransport"] * 3
     assert isinstance(form(GroupSpec(run="alone", epoch=0, rank=0, hosts=("a",))).transport, LoopbackTransport)
+
+
+def test_a_host_that_spans_machines_shares_memory_only_within_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A host may be a rack: its carriers talk over Gloo, and bytes between its machines are within the host."""
+    machines = ["m0", "m0", "m1", "m2"]
+    monkeypatch.setattr(group_module, "memory_name", lambda: threading.current_thread().name)
+    store, _, port = host_store()
+    found: list[Any] = [None] * 4
+
+    def attempt(rank: int) -> None:
+        spec = _spec(port, rank=rank, hosts=("r", "r", "r", "s"), has_local=True, run=f"rack-{os.getpid()}")
+        groups = form(spec)
+        found[rank] = groups
+        _swap(groups)
+        sizes = np.full(groups.local_transport.world_size, 1000, np.int64)
+        groups.local_transport.send_buffers(sizes)
+        groups.local_transport.exchange(sizes, timeout_s=20.0)
+        _swap(groups)
+
+    threads = [threading.Thread(target=attempt, args=(r,), name=name) for r, name in enumerate(machines)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert store is not None and all(groups is not None for groups in found)
+    assert [sorted(groups.transport.local_ranks) for groups in found] == [[0, 1, 2]] * 3 + [[3]]
+    assert [groups.transport.num_near for groups in found] == [2, 2, 1, 1]
+    assert [type(groups.local_transport).__name__ for groups in found] == ["GlooTransport"] * 3 + ["LoopbackTransport"]
+    for groups in found:
+        groups.destroy()
 
 
 def _spec(port: int, **fields: Any) -> GroupSpec:
