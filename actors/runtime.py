@@ -32,6 +32,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, Place
 from shoal.actors.messages import Holdings, Order, SetBase, WorkerInfo, WorkerPoll
 from shoal.actors.worker import Worker
 from shoal.actors.worker_spec import WorkerSpec
+from shoal.kernels.errors import ClusterError
 
 logger = logging.getLogger(__name__)
 
@@ -267,13 +268,24 @@ class Packed:
         return ray.cloudpickle.loads(self._data)
 
 
+def node_host(label: str) -> str:
+    """The host of this process: its node, or the value of a label of it. Raises ClusterError where it has none."""
+    context = ray.get_runtime_context()
+    if not label:
+        return context.get_node_id()
+    value = context.get_node_labels().get(label)
+    if not value:
+        raise ClusterError(f"node {context.get_node_id()} has no label {label!r}, which names its host (scaling.hosts)")
+    return value
+
+
 class WorkerActor:
     """A Worker in an actor of its own. Its host is its Ray node."""
 
     def __init__(self, worker_id: str, packed: Packed, orphan_s: float, host: str | None = None) -> None:
         spec: WorkerSpec = packed.open()
         self._worker = Worker(worker_id, spec)
-        self._host = host or ray.get_runtime_context().get_node_id()
+        self._host = host or node_host(spec.host_label)
         self._info: WorkerInfo | None = None
         self._lock = threading.Lock()
         #: Monotonic time at which this process ends because it got a SIGTERM.

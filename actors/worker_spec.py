@@ -77,5 +77,7 @@ class WorkerSpec:
     #: How long a feed may take for a batch.
     feed_timeout_s: float = 300.0
     elastic: ElasticSpec | None = None
+    #: The Ray node label whose value is a worker's host; empty: the node is.
+    host_label: str = ""
     #: What goes wrong on purpose (``shoal chaos``).
     faults: Schedule | None = None

@@ -32,6 +32,7 @@ from shoal.platform.config import (
     TrainConfig,
 )
 from shoal.platform.config_ray import run_config, scaling_config
+from shoal.platform.host_labels import check_label, host_label
 from shoal.platform.job import FactoryModel, Source, choose_sharding, make_plan, open_source, package_versions
 from shoal.platform.launch import ClusterSpec
 from shoal.platform.launch_local import run_in_process
@@ -168,6 +169,8 @@ class ElasticTrainer:
                 if connection.is_own_cluster:
                     raise ClusterError("; ".join(map(str, problems)))
                 collector(("waiting", {"reason": "; ".join(map(str, problems))}))
+            label = host_label(scaling.hosts) or ""
+            check_label(label, ray.nodes())
             feeder = actor_name(config.run.name, "feeder")
             controller = actor_name(config.run.name, "controller")
             plan = self._plan(train, evaluation, RayFeedMaker(train, feeder))
@@ -179,6 +182,7 @@ class ElasticTrainer:
                 bundle["memory"] = float(scaling.memory_per_worker)
             cluster = ClusterSpec(
                 bundle=bundle,
+                host_label=label,
                 start_feeder=FeederMaker(train, feeder, controller, schedule=schedule),
                 orphan_s=config.run.failure.orphan_s,
                 driver_grace_s=config.run.failure.driver_grace_s,

@@ -25,6 +25,7 @@ from shoal.platform.config_train import (
     TablesConfig,
     TrainConfig,
 )
+from shoal.platform.host_labels import host_label
 from shoal.platform.secrets import secret_problems
 
 __all__ = [
@@ -184,7 +185,11 @@ class ScalingConfig(Config):
     exchange: Literal["auto", "flat", "hierarchical"] = "auto"
     """The way of rows between workers: ``flat``: straight to their owners; ``hierarchical``: ranks of a host merge what
     they ask of other hosts, so that a row and its gradient cross the network once per host; ``auto``: flat. The two
-    differ in rounding. A host is a Ray node; with one host, or one worker on each, they are the same."""
+    differ in rounding. With one host, or one worker on each, they are the same. Tables of flow pooled go straight."""
+    hosts: str = "auto"
+    """What a host is, to ``exchange``, to tables that stay on one and to copies, which are kept on another: ``auto``: a
+    Ray node; ``label:NAME``: all nodes with the same value of the node label NAME (``ray start --labels``), a rack for
+    instance. Workers are then placed on nodes with that label only."""
     address: str | None = None
     """Address of the Ray cluster. null: the job's own cluster inside ``ray job submit``, else a local one that is
     started for this run."""
@@ -232,6 +237,8 @@ class ScalingConfig(Config):
             yield Problem("resources_per_worker.GPU", "is 0 although use_gpu is true: drop one of them")
         if not self.use_gpu and self.gpus_per_worker > 0:
             yield Problem("use_gpu", "is false although resources_per_worker asks for a GPU: set it to true")
+        if host_label(self.hosts) is None:
+            yield Problem("hosts", f"is {self.hosts!r}; it must be auto, or label: and a Ray node label")
         if self.transport == "nccl" and not self.use_gpu:
             yield Problem("transport", "is nccl, which needs GPUs: set use_gpu to true, or use auto, shm or gloo")
         if self.transport == "nccl" and self.exchange == "hierarchical":

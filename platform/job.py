@@ -31,6 +31,7 @@ from shoal.platform.cluster_choice import choose_cluster
 from shoal.platform.config import DataConfig, JobConfig, ModelConfig
 from shoal.platform.data_sample import sample_dataset
 from shoal.platform.factory import build_model
+from shoal.platform.host_labels import host_label
 from shoal.platform.manifest import CheckpointName
 from shoal.platform.order import OrderSpec, VirtualOrder
 from shoal.platform.placement import ShardingType, table_bytes
@@ -285,6 +286,7 @@ def make_plan(
         checkpoint_timeout_s=timeouts.checkpoint_timeout_s,
         feed_timeout_s=timeouts.feed_timeout_s,
         elastic=elastic_spec(config),
+        host_label=host_label(config.scaling.hosts) or "",
     )
     return RunPlan(
         name=run.name,

@@ -140,6 +140,8 @@ class ClusterSpec:
 
     #: Resources of one worker's placement group: CPU, GPU, memory and custom ones.
     bundle: Mapping[str, float] = dataclasses.field(default_factory=lambda: {"CPU": 1.0})
+    #: Workers go to nodes with this label only; empty: to any.
+    host_label: str = ""
     #: Starts the Feeder actor, given the first step and the number of workers.
     start_feeder: Callable[[int, int], Any]
     #: A worker that no controller has polled for this long ends itself.

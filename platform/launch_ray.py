@@ -35,6 +35,7 @@ from shoal.actors.runtime import (
 )
 from shoal.actors.worker_spec import WorkerSpec
 from shoal.kernels.errors import ClusterError
+from shoal.platform.host_labels import nodes_without
 from shoal.platform.launch import (
     Capacity,
     ClusterSpec,
@@ -137,7 +138,8 @@ class RayLauncher:
         name = actor_name(self._run, worker_id)
         target = self._quietest_node()
         # Ray would put a group on a lost node that it still believes in, and lets all other groups wait for it (2.60).
-        group = reserve(name, self._cluster.bundle, target, self._lost_nodes)
+        avoid = self._lost_nodes | nodes_without(self._cluster.host_label, ray.nodes())
+        group = reserve(name, self._cluster.bundle, target, avoid)
         self._groups[worker_id] = group
         self._launching[worker_id] = _Launch(spec=spec, group=group, name=name, target=target)
 
@@ -305,7 +307,9 @@ class RayLauncher:
         """Node -> how many more workers fit, by what is free there now."""
         bundle = {name: need for name, need in self._cluster.bundle.items() if need > 0}
         leaving = ray._private.state.state.get_draining_nodes()
-        alive = {node["NodeID"] for node in ray.nodes() if node["Alive"]} - set(leaving) - self._lost_nodes
+        nodes = ray.nodes()
+        alive = {node["NodeID"] for node in nodes if node["Alive"]} - set(leaving) - self._lost_nodes
+        alive -= nodes_without(self._cluster.host_label, nodes)
         return {
             node: math.floor(min((free.get(name, 0.0) / need + 1e-9 for name, need in bundle.items()), default=1e6))
             for node, free in ray._private.state.available_resources_per_node().items()
