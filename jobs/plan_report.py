@@ -47,9 +47,12 @@ PROCESS_BYTES = 400 << 20
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TablePlan:
-    """One table: its rows and bytes, and where they go."""
+    """One table, or one column block of it: its rows and bytes, and where they go."""
 
     name: str
+    #: The table that this is a column block of, from column ``first_column`` on; its own name where it is not cut.
+    logical_name: str
+    first_column: int
     features: tuple[str, ...]
     num_embeddings: int
     embedding_dim: int
@@ -127,6 +130,9 @@ class PlanReport:
     imbalance: float
     sample_rows: int
     total_rows: int
+    #: How rows travel between workers, and what a host is.
+    exchange: str
+    hosts: str
     #: Whether workers keep copies for each other, and why or why not.
     keeps_copies: bool
     recovery_reason: str
@@ -254,6 +260,8 @@ def _report_at(
         imbalance=max(worker.tables_max for worker in workers) / mean if mean else 1.0,
         sample_rows=sample.rows if sample else 0,
         total_rows=sample.total_rows if sample else 0,
+        exchange="flat" if config.scaling.exchange == "auto" else config.scaling.exchange,
+        hosts=config.scaling.hosts,
         keeps_copies=keeps_copies,
         recovery_reason=recovery_reason,
         notes=(),
@@ -266,6 +274,8 @@ def _table_plan(spec: TableSpec, load: TableLoad, features: tuple[str, ...], row
     weight_bytes = spec.embedding_dim * ROW_DTYPE_BYTES[spec.data_type]
     return TablePlan(
         name=spec.name,
+        logical_name=spec.logical_name,
+        first_column=spec.first_column,
         features=features,
         num_embeddings=spec.num_embeddings,
         embedding_dim=spec.embedding_dim,

@@ -37,6 +37,8 @@ class Traffic:
                     "table": table.table,
                     "sharding": table.sharding.value,
                     "flow": table.flow,
+                    "values_codec": table.values_codec,
+                    "gradients_codec": table.gradients_codec,
                     "column_widths": list(table.column_widths),
                     "num_row_blocks": table.num_row_blocks,
                     "owners": [list(owners) for owners in table.owners],
@@ -74,18 +76,26 @@ def traffic_lines(traffic: Traffic) -> list[str]:
     """The expectations as text."""
     plan = traffic.plan
     rows = [
-        [table.table, table.sharding.value, table.flow, owners_text(table.owners), table.reason]
+        [
+            table.table,
+            table.sharding.value,
+            table.flow,
+            f"{table.values_codec}/{table.gradients_codec}",
+            owners_text(table.owners),
+            table.reason,
+        ]
         for table in plan.tables
     ]
     lines = ["expected per step, from the sample:", ""]
-    lines += table_lines(rows, ["table", "sharding", "flow", "owners", "reason"])
+    lines += table_lines(rows, ["table", "sharding", "flow", "wire", "owners", "reason"])
     shown = ", ".join(f"{load * 1e6:.0f}" for load in plan.worker_loads[:_SHOWN])
     more = f", and {plan.world_size - _SHOWN} more workers" if plan.world_size > _SHOWN else ""
     local, network = plan.exchange_bytes
     lines += [
         "",
         f"owners' work per worker (us): {shown}{more}; the fullest over the mean: {plan.imbalance:.2f}",
-        f"exchanged between workers: {format_bytes(round(local))} within hosts, {format_bytes(round(network))} between",
+        f"exchanged between workers: {format_bytes(round(local))} within hosts, {format_bytes(round(network))} between "
+        "(flat)",
     ]
     for name, other in traffic.baselines.items():
         if isinstance(other, str):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -28,6 +29,7 @@ class RunLog:
         self._metrics: MetricWriter | None = None
         self._gauges: RayGauges | None = None
         self._samples = 0
+        self._exchange: dict[str, Any] = {}
         self._advised: frozenset[tuple[str, str]] = frozenset()
         #: The view whose progress is told, and what its members last said.
         self.view: View | None = None
@@ -48,7 +50,9 @@ class RunLog:
         if self._metrics is None:
             self._metrics = MetricWriter(self._plan.storage, self._writer)
             self._gauges = RayGauges.connect(self._plan.name)
-        self._advise(record)
+        if record.flows and self.view is not None:
+            self._tell_exchange(record, self.view)
+            self._advise(record)
         if record.kind != "train":
             self._metrics.write_scalars(record.step, record.values)
             item: Any = record
@@ -61,10 +65,22 @@ class RunLog:
         with self._lock:
             self._items.append(item)
 
+    def _tell_exchange(self, record: Progress, view: View) -> None:
+        """Say how rows travel, when that is news."""
+        pooled = sorted(table for table, cost in record.flows.items() if cost.flow == "pooled")
+        fields = {
+            "exchange": view.exchange,
+            "hosts": dict(Counter(view.hosts)),
+            "pooled_tables": pooled[:_SHOWN],
+            "num_pooled": len(pooled),
+            "num_tables": len(record.flows),
+        }
+        if fields != self._exchange:
+            self._exchange = fields
+            self.publish("exchange", epoch=view.epoch, **fields)
+
     def _advise(self, record: Progress) -> None:
         """Say which tables should have another flow, when that is news."""
-        if not record.flows:
-            return
         advice = advise_flows(record.flows)
         tables = frozenset((found.table, found.flow) for found in advice)
         if tables and tables != self._advised:

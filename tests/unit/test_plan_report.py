@@ -137,6 +137,29 @@ def test_copies_that_do_not_fit_are_refused_with_the_way_out():
     assert report_of(memory=GIB + PROCESS_BYTES, sizes=(15_000_000, 10)).limit_bytes
 
 
+def test_column_blocks_are_shown_under_their_table():
+    config = JobConfig(
+        run=RunConfig(name="r"),
+        data=DataConfig(sparse=["f0", "f1"]),
+        scaling=ScalingConfig(num_workers=2, exchange="hierarchical", hosts="label:rack"),
+        tables=TablesConfig(overrides={"t0": TableConfig(sharding_type="column_wise", column_blocks=2)}),
+    )
+    specs = [
+        block
+        for name in ("t0", "t1")
+        for block in config.tables.of(name).cut(config.table_spec(name, num_embeddings=1000, embedding_dim=16))
+    ]
+    report = make_report(config, specs, {}, dense_parameters=10, sample=None, host_bytes=64 * GIB)
+    assert [(table.logical_name, table.first_column) for table in report.tables] == [("t0", 0), ("t0", 8), ("t1", 0)]
+    lines = format_report(report).splitlines()
+    assert lines[0] == "plan of r: 2 workers, 2 tables"
+    table, left, right, other = (line.split() for line in lines[3:7])
+    # Weights of all columns; each block has its own row-wise state and metadata.
+    assert (table[0], table[3], table[6]) == ("t0", "16", "64+8+64") and table[-3:] == ["column_wise/1", "x", "2"]
+    assert left[:3] == ["columns", "0-7", "8"] and right[:3] == ["columns", "8-15", "8"] and other[0] == "t1"
+    assert "exchange: hierarchical; hosts: label:rack" in lines
+
+
 def test_an_elastic_job_is_planned_at_both_sizes_and_has_to_fit_at_the_smaller():
     report = report_of(num_workers=(2, 4))
     assert report.num_workers == 4 and report.at_min is not None and report.at_min.num_workers == 2
