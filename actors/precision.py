@@ -42,7 +42,10 @@ def has_bf16_units(cpu_info: str | None = None) -> bool:
 
 
 def measured_slowdown() -> float:
-    """Time of a bfloat16 matrix product over that of a float32 one, of 256 x 256, here and now; takes milliseconds."""
+    """Time of a bfloat16 matrix product over that of a float32 one, of 256 x 256, here and now; takes milliseconds.
+
+    The sign of what to expect, not its measure: a model's products have other shapes.
+    """
     seconds = {}
     for dtype in (torch.float32, torch.bfloat16):
         a = torch.randn(_PROBE_SIZE, _PROBE_SIZE).to(dtype)
@@ -57,9 +60,12 @@ def measured_slowdown() -> float:
 
 
 def warn_if_slow(precision: Precision) -> None:
-    """One line where bfloat16 is asked for on a CPU that emulates it; the run goes on."""
-    if precision == "bf16" and not torch.cuda.is_available() and not has_bf16_units():
+    """One line where bfloat16 is asked for on a CPU that emulates it; the run goes on. A GPU makes no difference: the
+    dense part runs on the CPU."""
+    if precision == "bf16" and not has_bf16_units():
         logger.warning(
-            "precision=bf16 reason='this CPU has no bfloat16 units' matmul_time_over_fp32=%.2f advice='use fp32 here'",
+            "precision=bf16 reason='this CPU has no bfloat16 units' matmul_time_over_fp32=%.2f matmul_size=%d "
+            "advice='use fp32 here'",
             measured_slowdown(),
+            _PROBE_SIZE,
         )

@@ -32,7 +32,7 @@ from shoal.kernels.errors import ConfigError, DataError, NonFiniteError, PeerErr
 from shoal.kernels.exchange import Exchange, Headers, raise_for_status
 from shoal.kernels.frame import Flag, Kind, Status
 from shoal.kernels.jagged import KeyedJaggedTensor
-from shoal.kernels.plan import Lookup, StepPlan
+from shoal.kernels.plan import Lookup, StepPlan, squares_of
 from shoal.kernels.row_exchange import FlatRows, HierarchicalRows, RowExchange
 from shoal.kernels.rowstore import RowStore
 from shoal.kernels.vbe import expand_inverse_indices
@@ -60,9 +60,10 @@ class StepEnd:
     """How a step ended on all ranks."""
 
     is_applied: bool
-    #: Ranks whose loss or gradients were not finite.
+    #: Ranks whose loss or gradients were not finite. Where only sums over ranks were not: their owners, and all ranks
+    #: for the dense gradients.
     non_finite_ranks: tuple[int, ...] = ()
-    #: Norm of all gradients before clipping; None without clipping.
+    #: Norm of all gradients before clipping; None without clipping, and where it is not finite.
     grad_norm: float | None = None
 
 
@@ -377,7 +378,10 @@ class Session:
             learning_rates: float32 [num tables] of this step.
             clip_norm: scale all gradients, dense and of rows, so that their global norm is at most this.
 
-        Returns: whether the step was applied, and whose numbers were not finite.
+        Returns: whether the step was applied, and whose numbers were not finite: a rank's own loss and gradients, the
+            dense gradients summed over ranks, and with ``clip_norm`` the sums of rows and the norm (2^31 or more counts
+            as not finite). Without it, finite gradients of a row whose sum over positions or ranks leaves the range of
+            float32 are applied: only the row's owner can see that, and no exchange is left to tell the others.
         """
         self.clock.start()
         self._micro = None
@@ -410,17 +414,21 @@ class Session:
             self._settle(exchange.statuses, status, error)
         if dense_grad is not None:
             self._reduce_dense(reducer, dense_grad, sources[-1])
+            # All ranks hold the same sums, so they see the same without asking each other.
+            if not bad and not _all_finite([dense_grad]):
+                bad = tuple(range(self.exchange.identity.world_size))
         self._decides = self._has_extra = self._has_extra or len(self._rounds) > 1
         self._start_timeout_s = 0.0
+        grad_norm, scale = None, 1.0
+        if clip_norm is not None and not bad:
+            grad_norm, scale, bad = self._clip(lookups, list(sources[: len(lookups)]), dense_grad, clip_norm)
         if bad:
             self._discard_rounds()
             self.exchange.applied = self._step
             return StepEnd(is_applied=False, non_finite_ranks=bad)
-        grad_norm = None
         if clip_norm is None:
             self.plan.apply(lookups, list(sources[: len(lookups)]), self._step + 1, learning_rates)
         else:
-            grad_norm, scale = self._clip(lookups, list(sources[: len(lookups)]), dense_grad, clip_norm)
             self.plan.apply_held(lookups, scale, self._step + 1, learning_rates)
         if self.plan.shares_statistics:
             self._apply_shared(learning_rates)
@@ -433,9 +441,12 @@ class Session:
 
     def _clip(
         self, lookups: Sequence[Lookup], sources: Sequence[np.ndarray], dense_grad: Tensor | None, clip_norm: float
-    ) -> tuple[float, float]:
-        """(global norm of the summed gradients, factor for all of them), the same on all ranks (S4); scales the dense
-        ones. A row counts once, at its owner; the dense gradients are rank 0's, which all ranks have."""
+    ) -> tuple[float | None, float, tuple[int, ...]]:
+        """(global norm of the summed gradients, factor for all of them, ()), the same on all ranks (S4); scales the
+        dense ones. A row counts once, at its owner; the dense gradients are rank 0's, which all ranks have.
+
+        (None, 1, owners) where the norm is not finite because of the rows of these owners, or of all together.
+        """
         squares = self.plan.hold(lookups, sources)
         has_dense = dense_grad is not None and self.exchange.identity.rank == 0
         headers = self.exchange.header(
@@ -445,13 +456,16 @@ class Session:
             denominator=float(dense_grad.double().square().sum()) if has_dense else 0.0,  # type: ignore[union-attr]
             timeout_s=self.exchange.timeout_s + self._start_timeout_s,
         )
-        rows = sum(int(chunk) << (32 * index) for index, chunk in enumerate(headers.numbers)) / 2**64
-        norm = math.sqrt(rows + headers.denominator)
+        norm = math.sqrt(squares_of(headers.numbers) + headers.denominator)
+        if not math.isfinite(norm):
+            by_owner = [math.isfinite(squares_of(numbers)) for numbers in headers.raw["numbers"]]
+            owners = tuple(rank for rank, is_finite in enumerate(by_owner) if not is_finite)
+            return None, 1.0, owners or tuple(range(len(by_owner)))
         # As torch.nn.utils.clip_grad_norm_ has it.
         scale = min(1.0, clip_norm / (norm + 1e-6))
         if dense_grad is not None and scale < 1.0:
             dense_grad.mul_(scale)
-        return norm, scale
+        return norm, scale, ()
 
     def _apply_shared(self, learning_rates: np.ndarray) -> None:
         """Owners of the column blocks of a row bring their sums of squares together, then update it (S7)."""

@@ -29,7 +29,8 @@ from shoal.kernels import faults
 from shoal.kernels.batch import Batch
 from shoal.kernels.errors import ConfigError
 from shoal.kernels.frame import Flag
-from shoal.kernels.metrics import BinaryMetrics
+from shoal.kernels.metrics import BinaryMetrics, Samples
+from shoal.kernels.vbe import expand_inverse_indices
 
 logger = logging.getLogger(__name__)
 
@@ -81,6 +82,15 @@ class TrainerSnapshot:
     num_samples: int
     skipped_steps: int
     last_checkpoint: int
+
+
+@dataclasses.dataclass(frozen=True)
+class _Result:
+    """What a batch or micro-batch adds to loss and metrics, once its step is applied."""
+
+    #: Its part of the step's loss.
+    loss: float
+    samples: Samples | None
 
 
 class Trainer:
@@ -269,7 +279,8 @@ class Trainer:
             control=control,
             error=error,
         )
-        is_finite, failure = self._forward_backward(batch, weights, head)
+        results: list[_Result] = []
+        is_finite, failure = self._forward_backward(batch, weights, head, results)
         if self._is_logged(step + 1):
             self._window.flow_counts = self.session.flow_counts()
         rates = self._learning_rates
@@ -284,13 +295,14 @@ class Trainer:
             self._window.add_grad_norm(end.grad_norm)
         if end.is_applied:
             self.dense.step(rates.dense(step))
+            clock.mark("optimizer")
+            self._count(results, step)
         else:
             self.skipped_steps += 1
             if self.skipped_steps > self.spec.max_skipped_steps:
                 problem = non_finite_error(step, end.non_finite_ranks, self.skipped_steps - 1)
                 problem.is_origin = self.rank in end.non_finite_ranks
                 raise problem
-        clock.mark("optimizer")
         self.phase_seconds = clock.take()
         self.step = step + 1
         self.num_samples += head.num_samples
@@ -313,8 +325,13 @@ class Trainer:
         except Exception as error:  # converted at the edge: it is raised again, on all ranks, by session.begin
             return _blank_batch(self.session), error
 
-    def _forward_backward(self, batch: Batch, weights: Tensor, head: StepHead) -> tuple[bool, BaseException | None]:
-        """The user's model and its gradients. Returns (all losses finite, the exception it raised)."""
+    def _forward_backward(
+        self, batch: Batch, weights: Tensor, head: StepHead, results: list[_Result]
+    ) -> tuple[bool, BaseException | None]:
+        """The user's model and its gradients. Returns (all losses finite, the exception it raised).
+
+        ``results`` gets one entry for each.
+        """
         clock = self.session.clock
         clock.start()
         try:
@@ -322,20 +339,22 @@ class Trainer:
             self.model.train()
             parts = self.spec.accumulation_steps
             if parts == 1:
-                return self._run_model(batch, weights, head), None
+                return self._run_model(batch, weights, head, results), None
+            # The model sees parts of what the session has looked up: a batch whose keys differ in bags, spread out.
+            batch = dataclasses.replace(batch, sparse_features=expand_inverse_indices(batch.sparse_features))
             is_finite, size = True, len(batch)
             for part in range(parts):
                 start, stop = size * part // parts, size * (part + 1) // parts
                 micro = batch.slice(start, stop)
                 self.session.narrow(micro.sparse_features, start, stop)
                 torch.manual_seed(_mix(self.spec.seed, head.step * parts + part, self.rank))
-                is_finite &= self._run_model(micro, weights[start:stop], head)
+                is_finite &= self._run_model(micro, weights[start:stop], head, results)
             return is_finite, None
         except Exception as error:  # the rank stays in the protocol; session.end raises it on all ranks
             return True, error
 
-    def _run_model(self, batch: Batch, weights: Tensor, head: StepHead) -> bool:
-        """Forward, backward and metrics of a batch or micro-batch; whether its loss was finite."""
+    def _run_model(self, batch: Batch, weights: Tensor, head: StepHead, results: list[_Result]) -> bool:
+        """Forward and backward of a batch or micro-batch; whether its loss was finite."""
         clock = self.session.clock
         with autocast(self.spec.precision):
             losses, predictions = split_outputs(self.model(batch), len(batch))
@@ -347,11 +366,18 @@ class Trainer:
             loss.backward()
             self.dense.rebind_grads()
         clock.mark("dense")
-        self._window.add_loss(float(loss.detach()) if is_finite else 0.0)
-        if predictions is not None and is_finite:
-            self._count(self.metrics, predictions.detach().float(), batch, head.step)
+        samples = self._samples(predictions.detach(), batch) if predictions is not None and is_finite else None
+        results.append(_Result(float(loss.detach()), samples))
         clock.mark("metrics")
         return is_finite
+
+    def _count(self, results: Sequence[_Result], step: int) -> None:
+        """Count an applied step. One that is skipped counts nowhere: neither here nor on a rank that was well."""
+        for result in results:
+            self._window.add_loss(result.loss)
+            if result.samples is not None:
+                self.metrics.add(result.samples, step=step)
+        self.session.clock.mark("metrics")
 
     # ---- boundaries -----------------------------------------------------------------------------------------------
 
@@ -399,18 +425,20 @@ class Trainer:
                 _, predictions = split_outputs(self.model(batch), len(batch))
         if predictions is None:
             raise ConfigError("the model returns losses only; return (losses, predictions) to evaluate it")
-        self._count(metrics, predictions.float(), batch, 0)
+        samples = self._samples(predictions, batch)
+        if samples is not None:
+            metrics.add(samples)
 
-    def _count(self, metrics: BinaryMetrics, predictions: Tensor, batch: Batch, step: int) -> None:
-        """Count a batch into ``metrics``, until a label shows that they do not apply: they are for labels in [0, 1]."""
+    def _samples(self, predictions: Tensor, batch: Batch) -> Samples | None:
+        """What metrics count of a batch; nothing once a label has shown that they do not apply: they are for labels in
+        [0, 1]. DataError for values that no metric takes."""
         labels = batch.labels
         if self._has_metrics and labels.numel():
             low, high = (float(value) for value in torch.aminmax(labels))
             if low < 0.0 or high > 1.0:  # a label that is not a number is refused by the metrics
                 self._has_metrics = False
                 logger.warning("metrics=off reason='a label is outside [0, 1]' label_min=%g label_max=%g", low, high)
-        if self._has_metrics:
-            metrics.update(predictions, labels, batch.weights, step=step)
+        return self.metrics.read(predictions.float(), labels, batch.weights) if self._has_metrics else None
 
     def _checkpoint(self, step: int) -> None:
         """Close the step on all ranks (S2), gather metrics on rank 0, and let the worker cut and write."""

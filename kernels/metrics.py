@@ -23,7 +23,7 @@ Torch is imported only by ``state_dict`` and ``load_state_dict``.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -57,6 +57,14 @@ METRIC_NAMES = (
     "weight_sum",
     "num_samples",
 )
+
+
+class Samples(NamedTuple):
+    """Samples that are fit to be counted: float64 [B, num_tasks], and their weights or None."""
+
+    predictions: np.ndarray
+    labels: np.ndarray
+    weight_units: np.ndarray | None
 
 
 class BinaryMetrics:
@@ -118,6 +126,10 @@ class BinaryMetrics:
         Raises:
             DataError: shapes differ, or a value is not finite or out of range. The state is unchanged.
         """
+        self.add(self.read(predictions, labels, weights), step=step)
+
+    def read(self, predictions: Any, labels: Any, weights: Any = None) -> Samples:
+        """Samples as ``add`` takes them. Arguments and errors as of ``update``; changes nothing."""
         p = _as_float64(predictions, "predictions").reshape(-1, len(self.tasks))
         y = _as_float64(labels, "labels").reshape(-1, len(self.tasks))
         if p.shape != y.shape:
@@ -126,9 +138,14 @@ class BinaryMetrics:
         if p.shape[0]:
             _check_range(p, "prediction")
             _check_range(y, "label")
+        return Samples(p, y, w)
+
+    def add(self, samples: Samples, *, step: int = 0) -> None:
+        """Count what ``read`` returned, as of step ``step``."""
         self._open_slot(step // self._slot_steps)
-        if p.shape[0]:
-            self._add(self._slot % self.window_slots, p, y, w)
+        if samples.predictions.shape[0]:
+            row = self._slot % self.window_slots
+            self._add(row, samples.predictions, samples.labels, samples.weight_units)
 
     def _add(self, row: int, p: np.ndarray, y: np.ndarray, w: np.ndarray | None) -> None:
         """Add checked samples to one row of the state. p, y [B, T] float64; w [B, T] whole float64 units, or None."""

@@ -32,6 +32,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import math
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -234,10 +235,8 @@ class StepPlan:
             step: number of the global step, from 1.
             lrs: float32 [T] learning rates of this step.
         """
-        if len(lookups) != len(sources):
-            raise ValueError(f"{len(lookups)} lookups but gradients of {len(sources)}")
-        if lrs.dtype != np.float32 or lrs.shape != (len(self.tables),):
-            raise ValueError(f"lrs must be float32 [{len(self.tables)}], not {lrs.dtype} {lrs.shape}")
+        _check_sources(lookups, sources)
+        self._check_rates(lrs)
         natives, addresses = [lookup.native for lookup in lookups], _addresses(sources)
         self.native.apply(natives, addresses, step, lrs)
         if self._statistics is not None:
@@ -248,20 +247,31 @@ class StepPlan:
         """Owner: sum each row's gradients as ``apply`` does, and keep the sums until ``apply_held``.
 
         Returns the sum of their squares in units of 2^-64 as four whole numbers below 2^32, the lowest first: sums of
-        these over ranks are exact, so the norm does not depend on the placement.
+        these over ranks are exact, so the norm does not depend on the placement: ``squares_of`` is their total. What is
+        held is overwritten by the next call, applied or not.
         """
+        _check_sources(lookups, sources)
         if self._held is None:
             self._held = _core.HeldGradients(self.native)
         return self._held.collect(self.native, [lookup.native for lookup in lookups], _addresses(sources))
 
     def apply_held(self, lookups: Sequence[Lookup], scale: float, step: int, lrs: np.ndarray) -> None:
-        """Owner: run the optimizer on the gradients that are held, times ``scale``. Arguments as of ``apply``."""
+        """Owner: run the optimizer on the gradients held, times ``scale`` (finite). Arguments as of ``apply``."""
+        if self._held is None:
+            raise ValueError("no gradients are held: hold comes first")
+        if not math.isfinite(scale):
+            raise ValueError(f"scale is {scale}; it must be finite")
+        self._check_rates(lrs)
         if scale != 1.0:
             self._held.scale(scale)
         self._held.apply(self.native, step, lrs)
         if self._statistics is not None:
             self.statistic_bytes_out, self.statistic_bytes_in = self._statistics.collect_held(self._held)
         self.discard(lookups)
+
+    def _check_rates(self, lrs: np.ndarray) -> None:
+        if lrs.dtype != np.float32 or lrs.shape != (len(self.tables),):
+            raise ValueError(f"lrs must be float32 [{len(self.tables)}], not {lrs.dtype} {lrs.shape}")
 
     def write_statistics(self, destinations: np.ndarray) -> None:
         """Write the sums of squares of this rank's columns of each updated row to the addresses, int64 [W]."""
@@ -486,6 +496,20 @@ class Lookup:
         and table_served (rows served, per source rank).
         """
         return self.native.counters()
+
+
+def squares_of(numbers: Sequence[float]) -> float:
+    """Sum of the squares of the gradients that all ranks hold: of their ``hold`` results, summed over ranks.
+
+    Infinity where a row is not finite, or where the sum is 2^62 or more.
+    """
+    total = sum(int(number) << (32 * index) for index, number in enumerate(numbers))
+    return total / 2**64 if total < 2**126 else math.inf
+
+
+def _check_sources(lookups: Sequence[Lookup], sources: Sequence[np.ndarray]) -> None:
+    if len(lookups) != len(sources):
+        raise ValueError(f"{len(lookups)} lookups but gradients of {len(sources)}")
 
 
 def _addresses(sources: Sequence[np.ndarray]) -> np.ndarray:

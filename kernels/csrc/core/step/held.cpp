@@ -11,6 +11,10 @@ namespace {
 constexpr int64_t kRowsPerTask = 1024;
 constexpr int64_t kAhead = 8;
 constexpr double kSquareMax = 0x1p62, kUnit = 0x1p64;
+// The sum at which nobody asks for more, and far enough from the end of the integers that two of them can be added.
+constexpr unsigned __int128 kSumMax = static_cast<unsigned __int128>(1) << 126;
+
+unsigned __int128 add_saturated(unsigned __int128 a, unsigned __int128 b) { return std::min(a + b, kSumMax); }
 
 }  // namespace
 
@@ -30,10 +34,11 @@ unsigned __int128 HeldGradients::squares() const {
         const float* gradient = tables_[t].gradients.data() + i * dim;
         double square = 0;
         for (int d = 0; d < dim; ++d) square += static_cast<double>(gradient[d]) * gradient[d];
-        sum += static_cast<unsigned __int128>(std::min(square, kSquareMax) * kUnit);
+        // Not a number is not below the bound either.
+        sum = add_saturated(sum, square < kSquareMax ? static_cast<unsigned __int128>(square * kUnit) : kSumMax);
       }
       const std::lock_guard<std::mutex> lock(mutex);
-      total += sum;
+      total = add_saturated(total, sum);
     });
   }
   return total;

@@ -17,7 +17,9 @@ class HeldGradients {
   // Sums the gradients of the step's rows; the memory that they are read from is not needed afterwards.
   void collect(Updater* updater);
   // Sum of the squares of all gradients held, as an integer: a row's sum (double, in column order) times 2^64, rounded
-  // down. So the order of rows and the owners they are spread over do not matter. What a row has beyond 2^62 is cut off.
+  // down. So the order of rows and the owners they are spread over do not matter. It ends at 2^126: a row that is not
+  // finite, or whose squares reach 2^62, counts as that, and the sums of all owners reach it if and only if the exact
+  // one does.
   unsigned __int128 squares() const;
   // Multiplies what is held.
   void scale(float factor);
