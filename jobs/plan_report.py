@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from shoal.jobs.doctor import memory_bytes
+from shoal.jobs.plan_advice import flow_notes
 from shoal.jobs.plan_bytes import (
     batch_bytes,
     copies_held,
@@ -186,7 +187,8 @@ def plan_job(config: JobConfig, *, use_sample: bool = True) -> PlanReport:
     profiles = table_profiles(
         described.tables, described.features, sample, math.ceil(config.data.batch_size / world_size)
     )
-    return dataclasses.replace(report, traffic=make_traffic(plan, described.tables, topology, profiles))
+    traffic = make_traffic(plan, described.tables, topology, profiles)
+    return dataclasses.replace(report, traffic=traffic, notes=(*report.notes, *flow_notes(config)))
 
 
 def make_report(

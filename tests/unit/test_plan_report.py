@@ -11,6 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from shoal.actors.dataset import scan_dataset
+from shoal.jobs.plan_advice import advice_notes
 from shoal.jobs.plan_report import PROCESS_BYTES, PlanReport, make_report
 from shoal.jobs.plan_text import format_report
 from shoal.kernels.errors import PlanError
@@ -158,6 +159,20 @@ def test_column_blocks_are_shown_under_their_table():
     assert (table[0], table[3], table[6]) == ("t0", "16", "64+8+64") and table[-3:] == ["column_wise/1", "x", "2"]
     assert left[:3] == ["columns", "0-7", "8"] and right[:3] == ["columns", "8-15", "8"] and other[0] == "t1"
     assert "exchange: hierarchical; hosts: label:rack" in lines
+
+
+def test_a_plan_repeats_what_an_earlier_run_measured_unless_it_was_followed():
+    events = [
+        {"kind": "flow_advice", "step": 10, "tables": {"t0": "flow rows would take 50% fewer bytes"}},
+        {"kind": "flow_advice", "step": 20, "tables": dict.fromkeys(("t0", "t1"), "flow pooled would take 30% fewer")},
+        {"kind": "exchange"},
+    ]
+    tables = TablesConfig(overrides={"t1": TableConfig(flow="pooled")})
+    config = JobConfig(run=RunConfig(name="r"), tables=tables)
+    assert advice_notes(config, events) == [
+        "run r measured at step 20: table t0: flow pooled would take 30% fewer",
+    ]
+    assert advice_notes(config, []) == []
 
 
 def test_an_elastic_job_is_planned_at_both_sizes_and_has_to_fit_at_the_smaller():
