@@ -69,12 +69,14 @@ def create_actor(
 ) -> Any:
     """Start ``cls(*args, **kwargs)`` as a named actor; returns its handle. Raises ValueError if the name is taken.
 
-    ``is_here``: on the caller's node, as long as that lives. Methods marked with ``QUICK`` are answered by threads of
-    their own, whatever the others are busy with (F2).
+    ``is_here``: on the caller's node, as long as that lives; elsewhere when it is restarted after that. Methods marked
+    with ``QUICK`` are answered by threads of their own, whatever the others are busy with (F2).
     """
     strategy: Any = PlacementGroupSchedulingStrategy(placement_group=group) if group is not None else None
-    if is_here:
-        strategy = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=True)
+    place: dict[str, Any] = {}
+    if is_here:  # a soft NodeAffinitySchedulingStrategy puts two of three such actors on other nodes (Ray 2.60)
+        here = {"ray.io/node-id": ray.get_runtime_context().get_node_id()}
+        place = {"label_selector": here, "fallback_strategy": [{"label_selector": {}}]}
     return (
         ray.remote(concurrency_groups={QUICK: QUICK_THREADS})(cls)  # type: ignore[call-overload]
         .options(
@@ -89,6 +91,7 @@ def create_actor(
             memory=memory,
             resources=dict(resources or {}),
             scheduling_strategy=strategy,
+            **place,
         )
         .remote(*args, **kwargs)
     )
