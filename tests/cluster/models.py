@@ -46,3 +46,15 @@ class SlowClicks(Clicks):
 
 def build_slow() -> nn.Module:
     return SlowClicks()
+
+
+class StandingClicks(Clicks):
+    """Takes a second a step, so that something can happen within one."""
+
+    def forward(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        time.sleep(1.0)
+        return super().forward(batch)
+
+
+def build_standing() -> nn.Module:
+    return StandingClicks()

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,6 +22,9 @@ import parity
 from live_run import LiveRun, left_behind
 
 import shoal
+from shoal.platform.chaos_checks import check_events, check_lineage
+from shoal.platform.storage import Storage
+from shoal.platform.telemetry import read_events
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
 
@@ -47,6 +52,7 @@ def end(run: LiveRun) -> None:
     result = run.stop()
     assert result.is_stopped and result.checkpoint is not None
     assert left_behind(run.name) == []
+    assert [*check_events(list(read_events(Storage(result.path)))), *check_lineage(result.path)] == []
 
 
 def kill(run: LiveRun, actor: Any) -> None:
@@ -55,6 +61,15 @@ def kill(run: LiveRun, actor: Any) -> None:
 
 def with_failure(**fields: Any) -> dict[str, Any]:
     return {"failure": {**REPLACE, **fields}}
+
+
+#: A run that has become smaller does not grow again.
+STAYS = {"elastic_resize_monitor_interval_s": 600}
+
+
+def with_short_deadlines() -> dict[str, Any]:
+    """Two seconds until an exchange fails, two more until who cannot be ended is given up."""
+    return {"failure": {**REPLACE, "on_loss": "shrink", "lease_s": 2.0}, "timeouts": {"op_timeout_s": 2.0}}
 
 
 def test_scale_grows_and_shrinks_without_restarting_anybody(cluster, data, tmp_path):
@@ -81,27 +96,55 @@ def test_killed_worker_is_replaced_from_its_copy(cluster, data, tmp_path):
     end(run)
 
 
-def test_run_goes_on_without_a_worker_that_was_killed(cluster, data, tmp_path):
-    run = start(data, tmp_path, "shrink", scaling={"num_workers": [1, 2], "elastic_resize_monitor_interval_s": 600})
-    kill(run, run.workers()[sorted(run.workers())[1]])
-    run.trains_with(1, beyond=run.record.step)
+def is_running(pid: int) -> bool:
+    try:
+        return b"ray::" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return False
+
+
+def test_run_goes_on_without_workers_that_were_killed_or_stopped(cluster, data, tmp_path):
+    """F1, F2: peers of a stopped process (SIGSTOP) hear nothing; the deadline of an exchange tells. It is ended before
+    its work is given away, or given up after its lease; SIGCONT wakes nobody who does harm."""
+    run = start(data, tmp_path, "shrink", scaling={"num_workers": [1, 3], **STAYS}, run=with_short_deadlines())
+    _, killed, stopped = sorted(run.workers())
+    pid = run.pid_of(run.workers()[stopped])
+    kill(run, run.workers()[killed])
+    step = run.trains_with(2, beyond=run.record.step).step
+    os.kill(pid, signal.SIGSTOP)
+    run.until(lambda: len(run.events("recovered")) == 2, "it goes on")
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGCONT)
+    run.until(lambda: not is_running(pid), "it ends")
+    run.trains_with(1, beyond=step)
+    assert [event["lost"] for event in run.events("recovered")] == [[killed], [stopped]], run.told()
     end(run)
 
 
-def test_killed_controller_comes_back_and_adopts_its_workers(cluster, data, tmp_path):
-    from shoal.actors.runtime import actor_name, find_actor
-
-    run = start(data, tmp_path, "adopt")
-    workers = set(run.workers())
+def controller_pid(name: str) -> int:
     import ray
 
-    controller = find_actor(actor_name("adopt", "controller"))
-    pid = ray.get(controller.pid.remote(), timeout=30)
-    step = run.record.step
+    from shoal.actors.runtime import actor_name, find_actor
+
+    return ray.get(find_actor(actor_name(name, "controller")).pid.remote(), timeout=30)
+
+
+def test_killed_controller_comes_back_and_adopts_its_workers(cluster, data, tmp_path):
+    """F8. The second time a worker dies at the same instant: who comes back finds a view that is not whole."""
+    run = start(data, tmp_path, "adopt", scaling={"num_workers": [1, 2], **STAYS})
+    workers = set(run.workers())
+    step, pid = run.record.step, controller_pid("adopt")
     os.kill(pid, signal.SIGKILL)
     run.until(lambda: run.events("controller_restarted"), "it is back", 120)
     run.trains_with(2, beyond=step + 40, timeout_s=120)
     assert set(run.workers()) == workers
+    victim = sorted(workers)[0]
+    step, pid, worker_pid = run.record.step, controller_pid("adopt"), run.pid_of(run.workers()[victim])
+    os.kill(pid, signal.SIGKILL)
+    os.kill(worker_pid, signal.SIGKILL)
+    run.until(lambda: len(run.events("controller_restarted")) == 2, "it is back again", 120)
+    run.trains_with(1, beyond=step + 20, timeout_s=120)
+    assert set(run.workers()) == workers - {victim}
     end(run)
 
 
@@ -181,16 +224,41 @@ def protected(run: LiveRun) -> int:
     return run.until(lambda: (r := run.record).protected_step and r.protected_step > 0 and r.step, "protected")
 
 
-def lose_node(cluster: Any, run: LiveRun, num_workers: int) -> set[str]:
-    """Kill a node with so many of the run's workers; their ids."""
+def with_nodes(cluster: Any, number: int) -> None:
+    """Add nodes until so many live beside the head, once Ray has noticed which are lost: until then it may put a worker
+    of the next run on one of them, and that run would begin with fewer."""
+    import ray
+
+    def alive() -> set[str]:
+        draining = ray._private.state.state.get_draining_nodes()
+        return {node["NodeID"] for node in ray.nodes() if node["Alive"]} - set(draining)
+
+    known = {node.node_id for node in [cluster.head_node, *cluster.parts]}
+    deadline = time.monotonic() + 60.0
+    while alive() - known:
+        assert time.monotonic() < deadline, ray.nodes()
+        time.sleep(0.1)
+    cluster.parts[:] = [node for node in cluster.parts if node.node_id in alive()]
+    while len(cluster.parts) < number:
+        cluster.parts.append(cluster.add_node(num_cpus=2, **live_run.NODE))
+
+
+def node_with(cluster: Any, run: LiveRun, num_workers: int) -> tuple[Any, set[str]]:
+    """A node with so many of the run's workers, and their ids."""
     import ray
 
     polls = {worker: actor.poll.remote() for worker, actor in run.workers().items()}
     hosts = {worker: ray.get(poll, timeout=30).status.host for worker, poll in polls.items()}
     node = next(n for n in cluster.parts if list(hosts.values()).count(n.node_id) == num_workers)
+    return node, {worker for worker, host in hosts.items() if host == node.node_id}
+
+
+def lose_node(cluster: Any, run: LiveRun, num_workers: int) -> set[str]:
+    """Kill a node with so many of the run's workers; their ids."""
+    node, workers = node_with(cluster, run, num_workers)
     cluster.parts.remove(node)
     cluster.remove_node(node, allow_graceful=False)
-    return {worker for worker, host in hosts.items() if host == node.node_id}
+    return workers
 
 
 def goes_on(run: LiveRun, lost: set[str], step: int, num_workers: int) -> None:
@@ -200,29 +268,64 @@ def goes_on(run: LiveRun, lost: set[str], step: int, num_workers: int) -> None:
     (recovered,), (resumed,) = run.events("recovered"), run.events("resumed")
     assert set(recovered["lost"]) == lost and recovered["rows_lost"] == 0, run.told()
     assert recovered["redone_steps"] <= 20, run.told()
+    # It lives with its driver, not on a node with workers: Ray takes 20 s to notice a node's loss and to restart it.
+    assert not run.events("controller_restarted"), run.told()
     # Blocks of the feed that Ray cannot fetch for 7-14 s must not hold up the first step.
     assert resumed["fed_s"] < 5.0, run.told()
 
 
 def test_run_goes_on_without_a_lost_node(cluster, data, tmp_path):
     """From here to the end of this file, nodes are lost: they do not come back."""
-    run = start(data, tmp_path, "node", scaling={"num_workers": [1, 2], "elastic_resize_monitor_interval_s": 600})
+    with_nodes(cluster, 3)
+    run = start(data, tmp_path, "node", scaling={"num_workers": [1, 3], **STAYS}, run=with_short_deadlines())
     step = protected(run)
-    goes_on(run, lose_node(cluster, run, 1), step, 1)
+    goes_on(run, lose_node(cluster, run, 1), step, 2)
+    stands_still(cluster, run)
     end(run)
 
 
-def test_worker_of_a_lost_node_is_replaced_on_a_spare_node(cluster, data, tmp_path):
-    cluster.parts += [cluster.add_node(num_cpus=2, **live_run.NODE) for _ in range(2)]
+def stands_still(cluster: Any, run: LiveRun) -> None:
+    """F7: a worker on a node that does nothing for a while (SIGSTOP of its worker and its raylet) cannot be ended; it
+    is given up after its lease, and who wakes up later trains with nobody and writes nothing."""
+    node, (worker,) = node_with(cluster, run, 1)
+    pid = run.pid_of(run.workers()[worker])
+    pids = [pid, *(entry.process.pid for entry in node.all_processes["raylet"])]
+    step = run.record.step
+    for one in pids:
+        os.kill(one, signal.SIGSTOP)
+    try:
+        run.until(lambda: len(run.events("recovered")) == 2, "it is given up")
+    finally:
+        for one in pids:
+            os.kill(one, signal.SIGCONT)
+    run.until(lambda: not is_running(pid), "who woke up ends")
+    run.trains_with(1, beyond=step + 40)
+    assert len(run.events("failure")) == 2 and run.events("recovered")[1]["lost"] == [worker], run.told()
+
+
+def test_worker_of_a_lost_or_drained_node_is_replaced_on_a_spare_node(cluster, data, tmp_path):
+    with_nodes(cluster, 3)
     run = start(data, tmp_path, "spare", run=with_failure())
     step = protected(run)
     goes_on(run, lose_node(cluster, run, 1), step, 2)
+    from ray._raylet import GcsClient  # what `ray drain-node` calls (Ray 2.60)
+
+    node, leaving = node_with(cluster, run, 1)
+    deadline_ms = int(1e3 * (time.time() + 120))
+    # 2: a preemption, which a node that is at work takes too.
+    accepted, why = GcsClient(address=cluster.address).drain_node(node.node_id, 2, "maintenance", deadline_ms)
+    assert accepted, why
+    told = run.until(lambda: run.events("drain"), "the notice is heard")
+    assert {event["worker"] for event in told} == leaving and "node" in told[0]["reason"]
+    run.until(lambda: not leaving & set(run.workers()) and len(run.workers()) == 2, "its place is taken", 120)
+    run.trains_with(2, beyond=run.record.step)
+    assert len(run.events("failure")) == 1, run.told()
     end(run)
 
 
-@pytest.mark.skip(reason="passed alone and in two runs of this file, failed in one after the others; cause not found")
 def test_two_workers_of_a_lost_node_have_their_copies_on_another(cluster, data, tmp_path):
-    run = start(data, tmp_path, "pair", scaling={"num_workers": [1, 4], "elastic_resize_monitor_interval_s": 600})
+    with_nodes(cluster, 2)
+    run = start(data, tmp_path, "pair", scaling={"num_workers": [1, 4], **STAYS})
     step = protected(run)
     lost = lose_node(cluster, run, 2)
     assert len(lost) == 2
