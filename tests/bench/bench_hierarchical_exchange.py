@@ -23,17 +23,21 @@ from shoal.kernels.hashing import row_blocks
 from shoal.kernels.plan import StepPlan
 from shoal.kernels.row_exchange import FlatRows, HierarchicalRows, RowExchange, host_numbers
 from shoal.kernels.rowstore import RowStore
-from shoal.kernels.spec import Codec, FeatureSpec, OptimizerKind, OptimizerSpec, TableSpec, WireCodecs
+from shoal.kernels.spec import Codec, FeatureSpec, OptimizerKind, OptimizerSpec, TableSpec, WireCodecs, encoded_bytes
 
 HOSTS = (0, 0, 1, 1)
 NUM_IDS, DIM, BAGS, POOLING, NUM_BLOCKS = 1_000_000, 64, 1024, 8, 64
 NUM_BATCHES, ROUNDS = 16, 10
 RATES, ALPHAS = (200, 50), (1.05, 1.2)
+#: Mbit/s between hosts, exponent, wire format of values and gradients.
+SETTINGS = [(rate, alpha, Codec.FP32) for rate in RATES for alpha in ALPHAS]
+SETTINGS += [(50, alpha, codec) for alpha in ALPHAS for codec in (Codec.BF16, Codec.INT8)]
 ID_BYTES = 4
 EXPECTATION = (
     "A row crosses once per rank (flat) or once per host (hierarchical), as an id, a row and a gradient: 4 + 2 x 256 "
-    "bytes. Where the network dominates, time goes with these bytes, so the gain is bounded by how many unique ids the "
-    "two ranks of a host share: sum of their unique remote ids over the union's, printed with each case as 'bound'. "
+    "bytes as fp32, 4 + 2 x 128 as bf16, 4 + 2 x 68 as int8. Where the network dominates, time goes with these bytes, "
+    "so the gain is bounded by how many unique ids the two ranks of a host share: sum of their unique "
+    "remote ids over the union's, printed with each case as 'bound'. "
     "Algorithms' table for 2 ranks of 8,192 ids gives 1.10 at Zipf 1.05 and 1.15 at 1.2, so 1.3 is out of reach of "
     "de-duplication alone with two ranks a host."
 )
@@ -105,37 +109,36 @@ class Side:
 
 
 def run_rank(rank: int, names: list[str], port: int, meet: Any, results: Any) -> None:
-    """All cases on one rank; rank 0 changes the network's limit and reports seconds, every rank its bytes."""
+    """All settings on one rank; rank 0 changes the network's limit, every rank reports its seconds and bytes."""
     two_hosts.enter(names[HOSTS[rank]])
     torch.set_num_threads(1)
     common = two_hosts.group_options("bench-hierarchical", rank, HOSTS, port)
-    flat = Side(form(GroupSpec(epoch=0, **common)), is_hierarchical=False)
-    ours = Side(form(GroupSpec(epoch=1, has_local=True, **common)), is_hierarchical=True)
-    for rate in RATES:
+    straight, by_host = form(GroupSpec(epoch=0, **common)), form(GroupSpec(epoch=1, has_local=True, **common))
+    limit = None
+    for setting in SETTINGS:
+        rate, alpha, codec = setting
+        flat = Side(straight, is_hierarchical=False, codec=codec)
+        ours = Side(by_host, is_hierarchical=True, codec=codec)
         meet.wait()
-        if rank == 0:
+        if rank == 0 and rate != limit:
             two_hosts.limit(names, rate)
-        for alpha in ALPHAS:
-            batches = [torch.from_numpy(ids_of(rank, batch, alpha)) for batch in range(NUM_BATCHES)]
-            turns = {"flat": iter(batches * 8), "hierarchical": iter(batches * 8)}
-            before = flat.across(), ours.across()
-            seconds = harness.alternate(
-                {
-                    "flat": lambda turns=turns: flat.run(next(turns["flat"])),
-                    "hierarchical": lambda turns=turns: ours.run(next(turns["hierarchical"])),
-                },
-                ROUNDS,
-                before=meet.wait,
-            )
-            sent = flat.across() - before[0], ours.across() - before[1]
-            results.put((rate, alpha, rank, seconds, sent))
+        limit = rate
+        batches = [torch.from_numpy(ids_of(rank, batch, alpha)) for batch in range(NUM_BATCHES)]
+        turns = {"flat": iter(batches * 8), "hierarchical": iter(batches * 8)}
+        sides = {
+            "flat": lambda flat=flat, turns=turns: flat.run(next(turns["flat"])),
+            "hierarchical": lambda ours=ours, turns=turns: ours.run(next(turns["hierarchical"])),
+        }
+        seconds = harness.alternate(sides, ROUNDS, before=meet.wait)
+        results.put((setting, rank, seconds, (flat.across(), ours.across())))
     meet.wait()
 
 
-def minima(alpha: float) -> dict[str, float]:
+def minima(alpha: float, codec: Codec) -> dict[str, float]:
     """Bytes that must cross between the hosts per step, by scheme, from the ids of the measured batches."""
     owner = owners()
-    row_bytes = ID_BYTES + 2 * 4 * DIM
+    value_bytes = encoded_bytes(codec, DIM)
+    row_bytes = ID_BYTES + 2 * value_bytes
     totals = {"flat rows": 0.0, "hierarchical rows": 0.0, "flat pooled": 0.0, "hierarchical pooled": 0.0}
     num_batches = ROUNDS + 2
     for batch in range(num_batches):
@@ -151,7 +154,7 @@ def minima(alpha: float) -> dict[str, float]:
                 pairs = len(np.unique(bag[is_far] * len(HOSTS) + owner_of[is_far]))
                 totals["flat rows"] += len(far) * row_bytes
                 # Partial sums and their gradients, ids, an index per position and a length per pair (DESIGN 4).
-                pooled = 2 * pairs * 4 * DIM + len(far) * ID_BYTES + 4 * int(is_far.sum()) + 4 * pairs
+                pooled = 2 * pairs * value_bytes + len(far) * ID_BYTES + 4 * int(is_far.sum()) + 4 * pairs
                 totals["flat pooled"] += pooled
                 totals["hierarchical pooled"] += pooled - len(far) * ID_BYTES
             merged = len(np.unique(np.concatenate(unique)))
@@ -160,22 +163,22 @@ def minima(alpha: float) -> dict[str, float]:
     return {name: total / num_batches for name, total in totals.items()}
 
 
-def measure() -> dict[tuple[int, float], dict[int, tuple[dict[str, list[float]], tuple[int, int]]]]:
-    """(rate, alpha) -> rank -> (seconds by side, bytes sent across hosts by side)."""
-    found: dict[tuple[int, float], dict[int, Any]] = {}
-    for rate, alpha, rank, seconds, sent in two_hosts.run_on_hosts(
-        HOSTS, run_rank, len(RATES) * len(ALPHAS) * len(HOSTS)
-    ):
-        found.setdefault((rate, alpha), {})[rank] = (seconds, sent)
+def measure() -> dict[tuple[int, float, Codec], dict[int, tuple[dict[str, list[float]], tuple[int, int]]]]:
+    """Setting -> rank -> (seconds by side, bytes sent across hosts by side)."""
+    found: dict[tuple[int, float, Codec], dict[int, Any]] = {}
+    for setting, rank, seconds, sent in two_hosts.run_on_hosts(HOSTS, run_rank, len(SETTINGS) * len(HOSTS)):
+        found.setdefault(setting, {})[rank] = (seconds, sent)
     return found
 
 
 def main() -> list[dict[str, Any]]:
     """Run all cases and write results/hierarchical_exchange.json."""
     cases = []
-    for (rate, alpha), ranks in measure().items():
+    for (rate, alpha, codec), ranks in measure().items():
         name = f"Zipf {alpha}, {rate} Mbit/s between hosts"
-        least = minima(alpha)
+        if codec is not Codec.FP32:
+            name += f", {codec.name.lower()}"
+        least = minima(alpha, codec)
         num_steps = ROUNDS + 2
         sent = [sum(s[side] for _, s in ranks.values()) / num_steps for side in (0, 1)]
         # A step has ended when the last rank has what it waits for.
