@@ -30,6 +30,7 @@ class Traffic:
 
     def to_dict(self) -> dict[str, Any]:
         local, network = self.plan.exchange_bytes
+        by_carriers = self.plan.hierarchical_bytes
         return {
             "hosts": list(self.plan.hosts),
             "tables": [
@@ -50,6 +51,7 @@ class Traffic:
             "imbalance": self.plan.imbalance,
             "bytes_within_hosts": local,
             "bytes_between_hosts": network,
+            "hierarchical": {"bytes_within_hosts": by_carriers[0], "bytes_between_hosts": by_carriers[1]},
             "baselines": dict(self.baselines),
             "digest": self.plan.digest,
         }
@@ -94,9 +96,12 @@ def traffic_lines(traffic: Traffic) -> list[str]:
     lines += [
         "",
         f"owners' work per worker (us): {shown}{more}; the fullest over the mean: {plan.imbalance:.2f}",
-        f"exchanged between workers: {format_bytes(round(local))} within hosts, {format_bytes(round(network))} between "
-        "(flat)",
+        f"exchanged between workers: {format_bytes(round(local))} within hosts, {format_bytes(round(network))} between",
     ]
+    if len(set(plan.hosts)) not in (1, plan.world_size):
+        local, network = plan.hierarchical_bytes
+        shown = f"{format_bytes(round(local))} within hosts, {format_bytes(round(network))} between"
+        lines.append(f"with scaling.exchange hierarchical: {shown}")
     for name, other in traffic.baselines.items():
         if isinstance(other, str):
             lines.append(f"greedy by {name}: no plan: {other}")

@@ -82,12 +82,15 @@ def table_profiles(
         before = profiles[table.logical_name]
         is_sequence = feature.pooling is PoolingType.NONE
         num_unique = before.num_unique + found.unique_per_batch
+        # The mean over features, by what each adds.
+        growth = (before.growth * before.num_unique + found.growth * found.unique_per_batch) / max(1, num_unique)
         profiles[table.logical_name] = TableProfile(
             num_unique=min(num_unique, table.num_embeddings or num_unique),
             num_ids=before.num_ids + num_ids,
             num_bags=before.num_bags + (num_ids if is_sequence else min(num_ids, batch_rows)),
             is_weighted=before.is_weighted or feature.is_weighted,
             needs_rows=before.needs_rows or is_sequence,
+            growth=growth,
         )
     return profiles
 

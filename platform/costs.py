@@ -33,6 +33,8 @@ class TableProfile:
     is_weighted: bool = False
     #: Rows are needed one by one: unpooled features, learned weights.
     needs_rows: bool = False
+    #: Heaps' exponent: n ranks ask for ``num_unique * n ** growth`` distinct ids together. 1: they share none.
+    growth: float = 1.0
 
     @property
     def pooling(self) -> float:

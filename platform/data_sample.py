@@ -38,9 +38,13 @@ class FeatureSample:
         """Estimate of the distinct ids of ``rows`` rows (Heaps' law)."""
         if self.unique == 0 or rows <= sample_rows:
             return min(self.unique, math.ceil(rows * self.ids_per_row))
+        return round(self.unique * (rows / sample_rows) ** self.growth)
+
+    @property
+    def growth(self) -> float:
+        """The exponent of Heaps' law."""
         growth = math.log2(self.unique / self.unique_half) if self.unique_half else 1.0
-        exponent = min(1.0, max(0.0, growth))
-        return round(self.unique * (rows / sample_rows) ** exponent)
+        return min(1.0, max(0.0, growth))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

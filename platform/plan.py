@@ -38,6 +38,8 @@ class PlannedTable:
     #: Per column block: bytes of one rank's step, both directions, if nothing were local.
     block_wire_bytes: tuple[float, ...]
     reason: str
+    #: See ``costs.TableProfile``.
+    growth: float = 1.0
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -94,7 +96,7 @@ class Plan:
 
     @cached_property
     def exchange_bytes(self) -> tuple[float, float]:
-        """Expected bytes per step between workers of all ranks together: (within hosts, between hosts)."""
+        """Expected bytes per step between workers of all ranks together, flat: (within hosts, between hosts)."""
         size_of = Counter(self.hosts)
         local = network = 0.0
         for table in self.tables:
@@ -104,6 +106,25 @@ class Plan:
                     on_host = size_of[self.hosts[rank]]
                     local += part * (on_host - 1)
                     network += part * (self.world_size - on_host)
+        return local, network
+
+    @cached_property
+    def hierarchical_bytes(self) -> tuple[float, float]:
+        """The same with the hierarchical exchange. A host of n workers asks another one for the ids that they ask for
+        together; what comes by way of a carrier passes within the host once more, but for its own part of 1/n. Pooled
+        tables go straight."""
+        local, network = self.exchange_bytes
+        size_of = Counter(self.hosts)
+        for table in self.tables:
+            if table.flow != "rows":
+                continue
+            for sent, owners in zip(table.block_wire_bytes, table.owners):
+                for rank, num_blocks in Counter(owners).items():
+                    part = sent * num_blocks / len(owners)
+                    for host, size in size_of.items():
+                        if host != self.hosts[rank]:
+                            local += part * (size - 1)
+                            network -= part * (size - size**table.growth)
         return local, network
 
     @property

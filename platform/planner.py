@@ -297,6 +297,7 @@ class _Options:
                     block_bytes=tuple(table_bytes(block) for block in option.blocks),
                     block_rows=self._rows(spec, option),
                     block_wire_bytes=self._wire(spec, option, constraint),
+                    growth=1.0 if self._profiles is None else self._profiles[spec.name].growth,
                     reason=self._reason(option, share),
                 )
             )

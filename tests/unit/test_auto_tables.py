@@ -43,7 +43,7 @@ def test_features_of_a_table_are_added_up():
     profiles = table_profiles(SPECS, FEATURES, sample_of(), 100)
     user, tag = profiles["user"], profiles["tag"]
     assert (user.num_unique, user.num_ids, user.num_bags) == (290, 400, 400)
-    assert user.needs_rows and not user.is_weighted
+    assert user.needs_rows and not user.is_weighted and user.growth == 0
     assert (tag.num_unique, tag.num_ids, tag.num_bags, tag.is_weighted) == (50, 50, 50, True)
     blocks = cut_columns(SPECS[0], [32, 32])
     features = [FeatureSpec(name="user", table=0, collection=0), FeatureSpec(name="user", table=1, collection=0)]

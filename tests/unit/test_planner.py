@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import subprocess
 import sys
@@ -201,6 +202,14 @@ def test_bytes_of_a_plan_are_split_by_link():
     assert plan.find("t").owners == ((0,),)
     assert plan.exchange_bytes == (sent, sent)
     assert plan.worker_rows == (300.0, 0.0, 0.0) and plan.worker_value_bytes == (300.0 * 64, 0.0, 0.0)
+    assert plan.hierarchical_bytes == (sent, sent), "one worker there merges nothing and carries for itself"
+    shared = {"t": dataclasses.replace(profile_of(100.0), growth=0.5)}
+    plan = plan_tables([spec_of("t")], topology_of((2, 2)), constraints=kinds, profiles=shared)
+    assert plan.exchange_bytes == (sent, 2 * sent)
+    assert plan.hierarchical_bytes == pytest.approx((2 * sent, 2**0.5 * sent))
+    pooled = {"t": dataclasses.replace(kinds["t"], flow="pooled")}
+    plan = plan_tables([spec_of("t")], topology_of((2, 2)), constraints=pooled, profiles=shared)
+    assert plan.hierarchical_bytes == plan.exchange_bytes
 
 
 def test_baselines_are_the_public_costs():
