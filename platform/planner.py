@@ -352,6 +352,8 @@ class _Options:
         allowed = self._flows if constraint.flow is None else (constraint.flow,)
         if self._profiles is None:
             return allowed[0], "no sample of the data"
+        if self._topology.world_size == 1:
+            return allowed[0], "one worker exchanges nothing"
         return choose_flow(
             self._profiles[spec.name],
             spec.embedding_dim,

@@ -154,7 +154,7 @@ def test_a_run_with_auto_keeps_the_choices_in_its_config(data, tmp_path):
     trainer = ElasticTrainer(
         model=build_model,
         data=data,
-        tables={"defaults": {"sharding_type": "auto"}},
+        tables={"defaults": {"sharding_type": "auto", "flow": "auto"}},
         scaling={"num_workers": 0},
         run=RunConfig(name="auto", storage_path=str(tmp_path / "runs")),
     )
@@ -164,6 +164,7 @@ def test_a_run_with_auto_keeps_the_choices_in_its_config(data, tmp_path):
         "user": "table_wise",
         "tag": "table_wise",
     }
+    assert {kept.tables.of(name).flow for name in ("user", "tag")} == {"rows"}, "one worker exchanges nothing"
 
 
 def test_plan_shows_what_is_expected_and_the_public_planners(data, monkeypatch):
