@@ -201,7 +201,7 @@ def test_ids_that_take_the_wrong_way_are_refused() -> None:
     st.integers(0, 40),
     st.sampled_from([(), (0, 1)]),
 )
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=200, deadline=None)
 def test_bags_that_cannot_be_are_refused_with_the_rank(
     changes: list[tuple[int, int]], cut: int, hosts: tuple[int, ...]
 ) -> None:
