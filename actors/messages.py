@@ -241,11 +241,13 @@ class WorkerInfo:
     host: str
     pid: int
     tables: tuple[TableSpec, ...]
-    #: Hash of everything about the model that ranks must agree on (tables, features, dense layout).
+    #: Hash of everything that workers must agree on: ``facts``.
     model_hash: int
     dense_parameters: int
     #: "host:port" where other workers send row blocks; empty where nothing ever moves.
     address: str = ""
+    #: What the worker's numbers depend on (``rank_facts``).
+    facts: tuple[tuple[str, str], ...] = ()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

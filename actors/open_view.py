@@ -12,9 +12,12 @@ from collections.abc import Callable
 
 from shoal.actors.groups import Groups, GroupSpec, form, run_hash
 from shoal.actors.messages import View
+from shoal.actors.rank_facts import view_facts, view_hash
 from shoal.actors.session import Session
 from shoal.actors.sharded import ModelTables
+from shoal.kernels.agreement import agree
 from shoal.kernels.exchange import Exchange
+from shoal.kernels.facts import Facts
 from shoal.kernels.frame import Identity
 from shoal.kernels.plan import StepPlan
 from shoal.kernels.row_exchange import FlatRows, HierarchicalRows, RowExchange, host_numbers
@@ -33,6 +36,9 @@ class OpenOptions:
     op_timeout_s: float = 10.0
     #: Address Gloo listens on where the ranks are on several hosts.
     bind_address: str = ""
+    #: What this worker's numbers depend on in every view, and the hash of it (``rank_facts``).
+    facts: Facts = ()
+    facts_hash: int = 0
 
 
 class OpenView:
@@ -99,17 +105,9 @@ class OpenView:
 
         ``start_timeout_s``: patience for the other ranks at the first exchange and step, beyond the usual deadline.
         """
-        identity = Identity(
-            run=run_hash(self.view.run),
-            epoch=self.view.epoch,
-            rank=self.rank,
-            world_size=self.view.world_size,
-            plan_hash=self.plan.hash,
-            num_tables=len(self._model_tables.tables),
-        )
         exchange = Exchange(
             self.groups.transport,
-            identity,
+            self._identity(),
             timeout_s=self._options.op_timeout_s,
             payload_transport=self.groups.payload_transport,
         )
@@ -122,6 +120,27 @@ class OpenView:
             start_timeout_s=start_timeout_s,
         )
         return self.session
+
+    def agree(self, step: int, timeout_s: float) -> None:
+        """Compare with all ranks what their numbers depend on, before the view's first step; collective.
+
+        Raises the same ConfigError on all ranks, which names the first difference, its values and their ranks.
+        """
+        # An identity without a plan: where plans differ, it is to be said in what.
+        identity = dataclasses.replace(self._identity(), plan_hash=0, num_tables=0)
+        exchange = Exchange(self.groups.transport, identity, timeout_s=timeout_s)
+        hash_value = view_hash(self._options.facts_hash, self.view, self.plan)
+        agree(exchange, step, hash_value, lambda: self._options.facts + view_facts(self.view, self.plan), timeout_s)
+
+    def _identity(self) -> Identity:
+        return Identity(
+            run=run_hash(self.view.run),
+            epoch=self.view.epoch,
+            rank=self.rank,
+            world_size=self.view.world_size,
+            plan_hash=self.plan.hash,
+            num_tables=len(self._model_tables.tables),
+        )
 
     def _rows(self, exchange: Exchange) -> RowExchange:
         if not self._is_hierarchical:

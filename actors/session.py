@@ -208,16 +208,19 @@ class Session:
         """Stand in for ``begin`` while this rank's batch is not there yet: its peers repeat their header (F2)."""
         self._open_header(Kind.BATCH if is_training else Kind.EVALUATE, step, None, flags=Flag.WAIT)
 
+    @property
+    def patience_s(self) -> float:
+        """How long the other ranks may take to come to the next exchange."""
+        return self.exchange.timeout_s + self._start_timeout_s
+
     def meet(self, step: int, control: int) -> Headers:
-        """The first exchange of a view (V4): once it completes anywhere, the view is decided.
+        """The view's own first exchange (V4): once it completes anywhere, the view is decided.
 
         Args:
             step: steps applied on every rank.
             control: hash of the dense state, which must be equal on all ranks.
         """
-        headers = self.exchange.header(
-            Kind.BARRIER, step, control=control, timeout_s=self.exchange.timeout_s + self._start_timeout_s
-        )
+        headers = self.exchange.header(Kind.BARRIER, step, control=control, timeout_s=self.patience_s)
         if len(set(headers.control.tolist())) > 1:
             raise ProtocolError(f"the dense state differs between ranks at step {step}: {headers.control.tolist()}")
         return headers

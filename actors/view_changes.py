@@ -485,6 +485,7 @@ class ViewChanges:
         exchange = opened.session.exchange
         exchange.applied = trainer.step - 1
         with self._timed("meet"):
+            opened.agree(trainer.step, opened.session.patience_s)
             opened.session.meet(trainer.step, trainer.dense.checksum())
         faults.reach(f"{way}.decided")
         self.view = view

@@ -9,7 +9,6 @@ Orders only enter an inbox: the step loop's thread asks ``protocol.WorkerState``
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import logging
 import os
 import queue
@@ -47,6 +46,7 @@ from shoal.actors.messages import (
 from shoal.actors.open_view import OpenOptions
 from shoal.actors.preparation import Preparation
 from shoal.actors.protocol import WorkerRules, WorkerState
+from shoal.actors.rank_facts import worker_facts
 from shoal.actors.replication import Replicator
 from shoal.actors.session import Session
 from shoal.actors.shard_host import Restore, ShardHost
@@ -57,6 +57,7 @@ from shoal.actors.view_changes import ChangeOptions, ViewChanges
 from shoal.actors.worker_spec import Seat, WorkerSpec
 from shoal.kernels import faults
 from shoal.kernels.errors import CapacityError, ClusterError
+from shoal.kernels.facts import Facts, hash_facts
 from shoal.kernels.frame import Flag
 
 logger = logging.getLogger(__name__)
@@ -123,6 +124,12 @@ class Worker:
         torch.set_num_threads(spec.num_threads)
         self.model = self._build_model()
         self.model_tables = describe_model(self.model, spec.make_table, spec.policies)
+        # The collections have no parameters from here on, and what remains is the dense part. Building it is not left
+        # for the moment in which other ranks wait: torch's optimizers take half a second to import.
+        for _, module in self.model_tables.collections:
+            module.attach(_no_session)
+        self._dense = DenseReplica(self.model, spec.dense_optimizer)
+        facts = worker_facts(spec, self.model_tables, self._dense)
         self.host = host or socket.gethostname()
         elastic = spec.elastic
         self.shards = ShardHost(
@@ -151,7 +158,11 @@ class Worker:
             build_model=self._build_model,
             storage=spec.storage,
             open_options=OpenOptions(
-                num_threads=spec.num_threads, op_timeout_s=spec.op_timeout_s, bind_address=address
+                num_threads=spec.num_threads,
+                op_timeout_s=spec.op_timeout_s,
+                bind_address=address,
+                facts=facts,
+                facts_hash=hash_facts(facts),
             ),
             options=ChangeOptions(
                 form_timeout_s=elastic.form_timeout_s if elastic else spec.start_timeout_s,
@@ -171,12 +182,7 @@ class Worker:
                 orphan_s=2 * _NEVER_S if elastic is None else elastic.orphan_s,
             ),
         )
-        info = self._describe()
-        # The collections have no parameters from here on, and what remains is the dense part. Building it is not left
-        # for the moment in which other ranks wait: torch's optimizers take half a second to import.
-        for _, module in self.model_tables.collections:
-            module.attach(_no_session)
-        self._dense = DenseReplica(self.model, spec.dense_optimizer)
+        info = self._describe(facts)
         self._thread = threading.Thread(target=self._run, name=f"step-loop-{self.worker_id}", daemon=True)
         self._thread.start()
         return info
@@ -187,22 +193,16 @@ class Worker:
         with lazy_tables():
             return self.spec.build_model()
 
-    def _describe(self) -> WorkerInfo:
-        dense = [(name, tuple(p.shape), str(p.dtype)) for name, p in self.model.named_parameters()]
-        # Values too: a factory that draws from numpy's generator builds another model in each process.
-        values = hashlib.blake2b(digest_size=8)
-        for tensor in (*self.model.parameters(), *self.model.buffers()):
-            if not tensor.is_meta:
-                values.update(tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
-        text = repr((self.model_tables.tables, self.model_tables.features, dense, values.hexdigest()))
+    def _describe(self, facts: Facts) -> WorkerInfo:
         return WorkerInfo(
             worker_id=self.worker_id,
             host=self.host,
             pid=os.getpid(),
             tables=self.model_tables.tables,
-            model_hash=int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little"),
-            dense_parameters=sum(p.numel() for p in self.model.parameters()),
+            model_hash=hash_facts(facts),
+            dense_parameters=self._dense.num_parameters,
             address="" if self._replicator is None else self._replicator.address,
+            facts=facts,
         )
 
     def order(self, order: Order | SetBase) -> None:

@@ -48,6 +48,7 @@ class Kind(enum.IntEnum):
     RELAY = 12
     STATISTICS = 13
     NORM = 14
+    AGREE = 15
 
 
 class Status(enum.IntEnum):

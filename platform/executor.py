@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from shoal.actors.messages import Order, Prepare, Progress, SetBase, Start, View, WorkerInfo, WorkerPhase, WorkerStatus
-from shoal.kernels import faults
+from shoal.kernels import facts, faults
 from shoal.kernels.errors import ClusterError, ProtocolError, ShoalError
 from shoal.kernels.frame import Flag
 from shoal.platform import launch
@@ -288,8 +288,8 @@ class Executor:
         first = self._first_info = self._first_info or info
         if info.model_hash != first.model_hash:
             error = ProtocolError(
-                f"workers {first.worker_id} and {info.worker_id} built different models; "
-                f"{first_difference(first, info)}. The model factory must be deterministic"
+                f"workers {first.worker_id} and {info.worker_id} differ; {first_difference(first, info)}. All workers "
+                "need the same job, code, model and library versions, and the model factory must be deterministic"
             )
             return self._launch_failed(info.worker_id, error, True, now_s)
         self._launching.pop(info.worker_id)
@@ -412,12 +412,9 @@ def current_members(view: View | None, statuses: Mapping[str, WorkerStatus]) -> 
 
 
 def first_difference(a: WorkerInfo, b: WorkerInfo) -> str:
-    """Where two workers' models differ, as far as it can be told."""
-    for mine, other in zip(a.tables, b.tables):
-        if mine != other:
-            return f"table {mine.name!r}: {mine} against {other}"
-    if len(a.tables) != len(b.tables):
-        return f"{len(a.tables)} tables against {len(b.tables)}"
-    if a.dense_parameters != b.dense_parameters:
-        return f"{a.dense_parameters} dense parameters against {b.dense_parameters}"
-    return "their features, the shapes of dense parameters or their initial values differ"
+    """The first fact in which two workers differ, with the value of each."""
+    at = facts.first_difference(a.facts, b.facts)
+    mine, other = (dict(enumerate(info.facts)).get(at, ("nothing", "nothing")) for info in (a, b))
+    if mine[0] == other[0]:
+        return f"{mine[0]}: {facts.shown(mine[1])} against {facts.shown(other[1])}"
+    return f"{mine[0]} {facts.shown(mine[1])} against {other[0]} {facts.shown(other[1])}"
