@@ -189,7 +189,7 @@ class ScalingConfig(Config):
     hosts: str = "auto"
     """What a host is, to ``exchange``, to tables that stay on one and to copies, which are kept on another: ``auto``: a
     Ray node; ``label:NAME``: all nodes with the same value of the node label NAME (``ray start --labels``), a rack for
-    instance. Workers are then placed on nodes with that label only."""
+    instance. Workers are then placed on nodes with that label only. With a single such host copies may share a node."""
     address: str | None = None
     """Address of the Ray cluster. null: the job's own cluster inside ``ray job submit``, else a local one that is
     started for this run."""
