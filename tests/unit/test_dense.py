@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 import torch
 from torch import nn
@@ -43,3 +46,37 @@ def test_a_missing_parameter_is_named():
     del tensors["model.2.weight"]
     with pytest.raises(CheckpointMismatchError, match=r"model\.2\.weight: expected \(1, 2\), found nothing"):
         make().load_state_tensors(tensors)
+
+
+@pytest.mark.parametrize("kind", ["sgd", "adagrad", "adam", "adamw"])
+def test_a_step_is_torchs_own(kind):
+    replica = make(kind, fill=0.3)
+    flat = nn.Parameter(replica.flat.clone())
+    optimizer = {"sgd": torch.optim.SGD, "adam": torch.optim.Adam, "adamw": torch.optim.AdamW}.get(
+        kind, torch.optim.Adagrad
+    )([flat], lr=0.1, fused=True)
+    for step in range(3):
+        replica.grad.copy_(torch.linspace(-1, 1, replica.grad.numel()) * (step + 1))
+        flat.grad = replica.grad.clone()
+        replica.step(0.1)
+        optimizer.step()
+        assert torch.equal(replica.flat, flat)
+
+
+NO_COMPILER = """
+import sys, torch
+from shoal.actors.dense import DenseOptimizerSpec, DenseReplica
+from shoal.actors.embedding import EmbeddingBagCollection, lazy_tables
+from shoal.kernels.tables import EmbeddingBagConfig
+with lazy_tables():
+    table = EmbeddingBagConfig(name="t", num_embeddings=9, embedding_dim=4, feature_names=["t"])
+    EmbeddingBagCollection(tables=[table])
+for kind in ("sgd", "adagrad", "adam", "adamw"):
+    DenseReplica(torch.nn.Linear(3, 1), DenseOptimizerSpec(kind=kind)).step(0.1)
+sys.exit("torch._dynamo" in sys.modules)
+"""
+
+
+def test_a_worker_starts_without_torchs_compiler():
+    """Its import takes a third of the CPU time of a start."""
+    subprocess.run([sys.executable, "-c", NO_COMPILER], check=True, timeout=120)
