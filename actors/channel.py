@@ -15,25 +15,22 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 
 from shoal.actors.messages import Member
-from shoal.actors.partfile import narrow
 from shoal.actors.shelf import Shelf, Snapshot
+from shoal.actors.shipping import Buffers
 from shoal.actors.transfer import TransferClient
-from shoal.actors.wire import NO_IDS, Kind, Reply, Section, encode_sections, signed, unsigned
-from shoal.kernels import cut as cuts
+from shoal.actors.wire import Kind, Reply, signed, unsigned
 from shoal.kernels import faults
-from shoal.kernels.cut import BlockRows
 from shoal.kernels.errors import PeerError
+from shoal.kernels.packed import BlockPack
 from shoal.kernels.spec import TableSpec
 
 logger = logging.getLogger(__name__)
 
-#: Rows of one message are cut at about this many bytes.
-PIECE_BYTES = 16 * 2**20
 #: A block that is found wrong after this many bases is left alone until the next view.
 TRIES_MAX = 5
 ROUNDS_KEPT = 64
@@ -98,8 +95,7 @@ class Channel:
         self.error: str | None = None
         self.error_since_s = 0.0
         self._shelf, self._tables, self._connect, self._on_change = shelf, tables, connect, on_change
-        # Of a row in a message: with its id, step and count.
-        self._row_bytes = [table.row_bytes + 24 for table in tables]
+        self._buffers = Buffers(tables)
         self._at: dict[Key, Snapshot] = {}
         #: Blocks whose base is sent and not yet acknowledged. Other threads only look.
         self._unconfirmed: set[Key] = set()
@@ -261,28 +257,32 @@ class Channel:
     def _send_bases(self, client: TransferClient, newest: Snapshot) -> None:
         """Send one message of base rows; with the last, wait for the answers."""
         began_s = time.monotonic()
-        sections: list[Section] = []
-        num_bytes = 0
+        buffer, used, num_sections = self._buffers.next(), 0, 0
         snapshot = self._part.snapshot if self._part is not None else newest
-        while num_bytes < PIECE_BYTES and self._todo:
+        while self._todo:
             if self._part is None:
                 if snapshot is not newest:
                     break
-                self._part = _Part.of(next(iter(self._todo)), newest)
-            section = self._part.take(PIECE_BYTES - num_bytes)
-            sections.append(section)
-            num_bytes += section.nbytes
-            self.counters.base_rows += len(section.rows)
-            if self._part.is_done:
+                key = next(iter(self._todo))
+                self._part = _Part(key, newest, newest.cut.pack_block(*key))
+            rows = self._part.rows
+            num_bytes = rows.fill(buffer.ctypes.data + used, buffer.size - used)
+            if num_bytes == 0:
+                break
+            used += num_bytes
+            num_sections += 1
+            if rows.is_done:
                 key, self._part = self._part.key, None
+                self.counters.base_rows += rows.num_rows
+                snapshot.checksums[key] = rows.checksum
                 self._unconfirmed.add(key)
                 del self._todo[key]
                 self._at[key] = snapshot
         # The caller holds ``newest`` until here.
         self._adjust_holds()
         faults.reach("prepare.base")
-        meta = {"step": snapshot.step, "sections": len(sections)}
-        self._heed(client.post(Kind.BASE, self.epoch, meta, encode_sections(sections), is_paced=True))
+        meta = {"step": snapshot.step, "sections": num_sections}
+        self._heed(client.post(Kind.BASE, self.epoch, meta, [buffer[:used]], is_paced=True))
         if not self._todo:
             self._heed(client.drain())
             self._unconfirmed = set()
@@ -292,36 +292,17 @@ class Channel:
         """Bring every block in sync to ``snapshot``, and the aux state with them; returns when all is acknowledged."""
         began_s = time.monotonic()
         is_round = not self._todo
-        ends = np.empty((len(self._at), 4), np.int64)
-        sections: list[Section] = []
-        num_rows = num_bytes = 0
-
-        def flush() -> None:
-            faults.reach("snapshot.send")
-            meta = {"step": snapshot.step, "sections": len(sections)}
-            self._heed(client.post(Kind.CHANGES, self.epoch, meta, encode_sections(sections)))
-            sections.clear()
-
-        # By snapshot: the list of what changed between two cuts is made once for all blocks.
-        sent = dict(sorted(self._at.items(), key=lambda item: item[1].step))
-        for i, (key, old) in enumerate(sent.items()):
-            if old is not snapshot:
-                changes = snapshot.cut.export_changes(old.cut, *key)
-                snapshot.checksums[key] = unsigned(old.checksums[key] + changes.checksum_delta)
-                num_rows += len(changes)
-                for section in _sections(key, changes, old.step, self._row_bytes[key[0]]):
-                    sections.append(section)
-                    num_bytes += len(section.rows) * self._row_bytes[key[0]] + 8 * section.deleted.numel()
-                    if num_bytes >= PIECE_BYTES:
-                        flush()
-                        num_bytes = 0
-            ends[i] = (*key, signed(snapshot.checksums[key]), old.step)
-        if sections:
-            flush()
+        # What changed between two cuts is listed once for all blocks.
+        groups: dict[Snapshot, list[Key]] = {}
+        for key, old in self._at.items():
+            groups.setdefault(old, []).append(key)
+        num_rows = sum(self._send_group(client, old, snapshot, keys) for old, keys in groups.items())
+        sent = [(*key, signed(snapshot.checksums[key]), old.step) for old, keys in groups.items() for key in keys]
+        ends = np.array(sent, np.int64).reshape(len(sent), 4)
         meta = {"step": snapshot.step, "blocks": len(sent), "has_aux": self.has_aux}
         aux = [snapshot.aux] if self.has_aux and snapshot.aux else []
         replies = client.post(Kind.END, self.epoch, meta, [ends, *aux]) + client.drain()
-        self._at = dict.fromkeys(sent, snapshot)
+        self._at = dict.fromkeys(self._at, snapshot)
         self._heed(replies)
         self._unconfirmed = set()
         self._adjust_holds()
@@ -332,6 +313,22 @@ class Channel:
         if is_round:
             self.counters.rounds += 1
             self.last_rounds.append(Round(snapshot.step, num_rows, seconds))
+
+    def _send_group(self, client: TransferClient, old: Snapshot, snapshot: Snapshot, keys: Sequence[Key]) -> int:
+        """Send what changed in blocks since ``old``; returns how many rows and deleted ids."""
+        if old is snapshot:
+            return 0
+        changes = snapshot.cut.pack_changes(old.cut, keys, old.step)
+        while not changes.is_done:
+            buffer = self._buffers.next()
+            used = changes.fill(buffer.ctypes.data, buffer.size)
+            if used:
+                faults.reach("snapshot.send")
+                meta = {"step": snapshot.step, "sections": changes.num_sections}
+                self._heed(client.post(Kind.CHANGES, self.epoch, meta, [buffer[:used]]))
+        for key, delta in zip(keys, changes.checksum_deltas):
+            snapshot.checksums[key] = unsigned(old.checksums[key] + delta)
+        return changes.num_changes
 
     def _heed(self, replies: Iterable[Reply]) -> None:
         """Blocks that the target found wrong or has lost get a base again."""
@@ -358,51 +355,10 @@ class Channel:
                 self._todo[key] = None
 
 
+@dataclasses.dataclass(frozen=True)
 class _Part:
     """A block's base on its way."""
 
-    def __init__(self, key: Key, snapshot: Snapshot, rows: BlockRows, checksum: int) -> None:
-        self.key, self.snapshot, self._rows, self._checksum, self._at = key, snapshot, rows, checksum, 0
-
-    @staticmethod
-    def of(key: Key, snapshot: Snapshot) -> _Part:
-        rows = snapshot.cut.export_block(*key)
-        checksum = unsigned(cuts.rows_checksum(rows))
-        snapshot.checksums[key] = checksum
-        return _Part(key, snapshot, rows, checksum)
-
-    @property
-    def is_done(self) -> bool:
-        return self._at >= len(self._rows)
-
-    def take(self, bytes_max: int) -> Section:
-        """The next rows, of about ``bytes_max`` bytes and at least one."""
-        total = len(self._rows)
-        start = self._at
-        self._at = min(total, start + max(1, bytes_max * total // max(1, self._rows.nbytes)))
-        return Section(
-            *self.key, narrow(self._rows, start, self._at), NO_IDS, origin=start, total=total, checksum=self._checksum
-        )
-
-
-def base_sections(key: Key, rows: BlockRows) -> Iterator[Section]:
-    """All rows of a block as sections of one message each."""
-    checksum, total = unsigned(cuts.rows_checksum(rows)), len(rows)
-    size = max(1, PIECE_BYTES * total // max(1, rows.nbytes))
-    for start in range(0, max(1, total), size):
-        yield Section(*key, narrow(rows, start, min(total, start + size)), NO_IDS, start, total, checksum)
-
-
-def _sections(key: Key, changes: cuts.BlockChanges, since: int, row_bytes: int) -> Iterator[Section]:
-    """Changes in pieces that fit a message; the deleted ids travel with the first."""
-    rows, deleted = changes.rows, changes.deleted
-    num_rows, num_deleted = len(rows), deleted.numel()
-    size, ids_max = max(1, PIECE_BYTES // row_bytes), PIECE_BYTES // 8
-    if num_rows <= size and num_deleted <= ids_max:  # Nearly always; slicing costs as much as the export.
-        if num_rows or num_deleted:
-            yield Section(*key, rows, deleted, since)
-        return
-    for start in range(0, max(num_rows, 1), size):
-        yield Section(*key, narrow(rows, start, start + size), deleted[:ids_max] if start == 0 else NO_IDS, since)
-    for start in range(ids_max, num_deleted, ids_max):
-        yield Section(*key, narrow(rows, 0, 0), deleted[start : start + ids_max], since)
+    key: Key
+    snapshot: Snapshot
+    rows: BlockPack

@@ -19,13 +19,13 @@ import dataclasses
 import logging
 import threading
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import numpy as np
 
 from shoal.actors.messages import BlockSet, Copies
 from shoal.actors.wire import Section, signed, unsigned
-from shoal.kernels import cut as cuts
 from shoal.kernels import faults
 from shoal.kernels.errors import ExchangeTimeoutError, PeerError
 from shoal.kernels.rowstore import RowStore
@@ -35,6 +35,8 @@ logger = logging.getLogger(__name__)
 
 #: (table number, block).
 Key = tuple[int, int]
+#: Staged changes are folded about this many bytes at a time: a freeze waits no longer.
+FOLD_BYTES = 4 * 2**20
 
 
 @dataclasses.dataclass
@@ -77,6 +79,10 @@ class _Copy:
         """Checksum at ``last``."""
         complete = [s for s in self.staged if s.is_complete]
         return complete[-1].checksum if complete else self.checksum
+
+
+#: A block, its copy, and the step it is to be folded to.
+Due = tuple[Key, _Copy, int]
 
 
 @dataclasses.dataclass
@@ -148,22 +154,24 @@ class CopyHolder:
                 if self.store.owns(*key):
                     raise PeerError(f"block {key[1]} of table {self._name(key)!r} is owned here")
                 if is_first:
-                    self._copies[key] = _Copy(source, epoch, -1, section.checksum)
+                    self._copies[key] = _Copy(source, epoch, -1, None)
                 copy = self._copies.get(key)
                 if copy is None or copy.base >= 0 or copy.arrived != section.origin:
                     return False
             self.store.add_block(*key, is_replica=True)
-            self.store.import_block(*key, section.rows, replace=is_first)
-        copy.arrived += len(section.rows)
-        copy.arrived_checksum = unsigned(copy.arrived_checksum + cuts.rows_checksum(section.rows))
-        self.counters.rows_received += len(section.rows)
-        if copy.arrived < section.total:
+            delta = self.store.import_packed(
+                *key, section.address, section.num_rows, replace=is_first, expected=section.total
+            )
+        copy.arrived += section.num_rows
+        copy.arrived_checksum = unsigned(copy.arrived_checksum + delta)
+        self.counters.rows_received += section.num_rows
+        if not section.is_last:
             return True
         with self._changed:
-            if copy.arrived_checksum != copy.checksum:
+            if (copy.arrived, copy.arrived_checksum) != (section.total, section.checksum):
                 self._found_wrong(key, copy, step, "base")
                 return False
-            copy.base = step
+            copy.checksum, copy.base = section.checksum, step
         return True
 
     def stage(self, step: int, sections: Iterable[Section]) -> None:
@@ -171,7 +179,7 @@ class CopyHolder:
         with self._changed:
             self._check_open()
             for section in sections:
-                copy = self._copies.get((section.table, section.block))
+                copy = self._copies.get(section.key)
                 if copy is None or copy.base < 0 or copy.last != section.origin:
                     continue  # ``finish`` finds it missing and says so.
                 if copy.staged and not copy.staged[-1].is_complete and copy.staged[-1].step != step:
@@ -179,7 +187,7 @@ class CopyHolder:
                 if not copy.staged or copy.staged[-1].is_complete:
                     copy.staged.append(_Staged(step, section.origin))
                 copy.staged[-1].sections.append(section)
-                self.counters.rows_received += len(section.rows)
+                self.counters.rows_received += section.num_rows
 
     def finish(self, source: str, step: int, table: np.ndarray, aux: bytes | None) -> list[Key]:
         """All changes of ``step`` are sent. ``table`` int64 [n, 4]: table, block, checksum, and the step the changes
@@ -278,11 +286,8 @@ class CopyHolder:
         """Make staged changes up to ``step`` part of the bases, in this thread; of all copies, or of ``keys``."""
         with self._changed:
             chosen = list(self._copies) if keys is None else list(keys)
-        for key in chosen:
-            with self._changed:
-                copy = self._copies.get(key)
-            if copy is not None:
-                self._fold_copy(key, copy, step)
+            due = [(key, self._copies[key], step) for key in chosen if key in self._copies]
+        self._fold_copies(due)
 
     def take(self, key: Key, step: int) -> tuple[bool, int | None]:
         """Fold a copy to ``step`` and let go of it: its block is about to be owned. (whether there was one, its
@@ -393,40 +398,65 @@ class CopyHolder:
                     for key, copy in self._copies.items()
                     if copy.staged
                 ]
-            for key, copy, step in due:
-                if self._is_frozen:
-                    break
-                try:
-                    self._fold_copy(key, copy, step)
-                except Exception:  # the thread's edge: this copy is lost, the others go on
-                    logger.exception("copies table=%s block=%d action=fold", self._name(key), key[1])
-                    with self._changed:
-                        self._copies.pop(key, None)
+            self._fold_copies(due, lambda: self._is_frozen)
 
-    def _fold_copy(self, key: Key, copy: _Copy, step: int) -> None:
-        with self.store_lock:
-            while True:
-                with self._changed:
-                    if self._copies.get(key) is not copy or not copy.staged or copy.base < 0:
-                        return
-                    staged = copy.staged[0]
-                    if not staged.is_complete or staged.step > step:
-                        return
-                began_s = time.monotonic()
-                checksum = copy.checksum or 0
-                for section in staged.sections:
-                    changes = cuts.BlockChanges(section.rows, section.deleted, 0)
-                    checksum = unsigned(checksum + self.store.apply_changes(*key, changes))
-                    faults.reach("snapshot.fold")
-                    self.counters.rows_folded += len(section.rows) + section.deleted.numel()
-                self.counters.fold_s += time.monotonic() - began_s
-                with self._changed:
-                    copy.checksum = checksum
-                    if checksum != staged.checksum:
-                        self._found_wrong(key, copy, staged.step, "changes")
-                        return
-                    copy.staged.pop(0)
-                    copy.base = staged.step
+    def _fold_copies(self, due: Iterable[Due], should_stop: Callable[[], bool] = lambda: False) -> None:
+        """Fold copies, each up to its step, some megabytes at a time."""
+        left = deque(due)
+        while left and not should_stop():
+            with self.store_lock:
+                batch = self._next_batch(left)
+                try:
+                    self._fold_batch(batch)
+                except Exception:  # nobody knows what these copies are now; the others go on
+                    logger.exception("copies num_blocks=%d action=fold", len(batch))
+                    with self._changed:
+                        for key, copy, _ in batch:
+                            if self._copies.get(key) is copy:
+                                del self._copies[key]
+
+    def _next_batch(self, left: deque[Due]) -> list[tuple[Key, _Copy, _Staged]]:
+        """Take from ``left`` the next staged changes that can be folded, of each copy those of one step."""
+        batch: list[tuple[Key, _Copy, _Staged]] = []
+        again: list[Due] = []
+        num_bytes = 0
+        with self._changed:
+            while left and num_bytes < FOLD_BYTES:
+                key, copy, step = left.popleft()
+                if self._copies.get(key) is not copy or not copy.staged or copy.base < 0:
+                    continue
+                staged = copy.staged[0]
+                if staged.is_complete and staged.step <= step:
+                    batch.append((key, copy, staged))
+                    num_bytes += sum(section.nbytes for section in staged.sections)
+                    again.append((key, copy, step))
+        left.extend(again)
+        return batch
+
+    def _fold_batch(self, batch: Sequence[tuple[Key, _Copy, _Staged]]) -> None:
+        """Under the store's lock: make staged changes part of their bases."""
+        began_s = time.monotonic()
+        rows = [(*s.key, s.num_rows, s.num_deleted, s.address, 0) for _, _, staged in batch for s in staged.sections]
+        table = np.array(rows, np.int64).reshape(len(rows), 6)
+        failed = dict(self.store.apply_sections(table))
+        faults.reach("snapshot.fold")
+        self.counters.rows_folded += int(table[:, 2:4].sum())
+        self.counters.fold_s += time.monotonic() - began_s
+        deltas = table[:, 5].tolist()
+        at = 0
+        with self._changed:
+            for key, copy, staged in batch:
+                end = at + len(staged.sections)
+                copy.checksum = unsigned((copy.checksum or 0) + sum(deltas[at:end]))
+                reason = next((failed[i] for i in range(at, end) if i in failed), None) if failed else None
+                at = end
+                if reason is not None:
+                    logger.error("copies table=%s block=%d action=fold reason=%r", self._name(key), key[1], reason)
+                if reason is not None or copy.checksum != staged.checksum:
+                    self._found_wrong(key, copy, staged.step, "changes")
+                    continue
+                copy.staged.pop(0)
+                copy.base = staged.step
 
     def _found_wrong(self, key: Key, copy: _Copy, step: int, what: str) -> None:
         """Under ``_changed``: a copy is not what its owner said (invariant 2)."""

@@ -27,6 +27,8 @@ import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
 
+import numpy as np
+
 from shoal.actors.blobs import send_blob
 from shoal.actors.channel import Channel
 from shoal.actors.copies import Key
@@ -35,11 +37,10 @@ from shoal.actors.inbound import KEPT, Inbound
 from shoal.actors.messages import BlockSet, Copies, Member, PrepareProgress, View
 from shoal.actors.readiness import blocks_needed, copy_progress
 from shoal.actors.shelf import Shelf
-from shoal.actors.shipping import ship_once
+from shoal.actors.shipping import Buffers, packed_block, ship_once
 from shoal.actors.snapshot import RateLimiter
 from shoal.actors.transfer import TransferClient
 from shoal.actors.wire import RefusedError
-from shoal.kernels.cut import BlockRows
 from shoal.kernels.errors import ExchangeTimeoutError, PeerError, ProtocolError
 from shoal.kernels.rowstore import RowStore
 from shoal.kernels.spec import TableSpec
@@ -503,9 +504,9 @@ class Replicator:
                 with self._changed:
                     self._changed.wait(RETRY_S)
 
-    def _export(self, key: Key) -> BlockRows:
+    def _export(self, key: Key) -> list[np.ndarray]:
         with self.copies.store_lock:
-            return self._store.export_block(*key)
+            return packed_block(self._store.pack_block(*key), Buffers(self._tables))
 
     def dense_step(self, timeout_s: float = 0.0) -> int:
         """Step of the newest dense state that has come: a joiner's first step. -1: none within ``timeout_s``. Any

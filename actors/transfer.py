@@ -19,6 +19,7 @@ import secrets
 import socket
 import threading
 import time
+import weakref
 from collections import OrderedDict, deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -65,6 +66,35 @@ class _Stream:
         self.answers: deque[tuple[int, Reply]] = deque(maxlen=2 * WINDOW)
 
 
+class Recycled:
+    """Memory for received messages: what was given back is given out again, since a page fault costs more than filling
+    the page. Any thread."""
+
+    #: Given out for any size from KEPT_BYTES_MIN on; larger and smaller messages have memory of their own.
+    PIECE_BYTES = 4 * 2**20
+    KEPT_BYTES_MIN = 2**18
+    KEPT_MAX = 64
+
+    def __init__(self) -> None:
+        self._free: list[np.ndarray] = []
+
+    def take(self, num_bytes: int) -> np.ndarray:
+        """uint8 [num_bytes], until nobody refers to it: a view of it does not count."""
+        if not self.KEPT_BYTES_MIN <= num_bytes <= self.PIECE_BYTES:
+            return np.empty(num_bytes, np.uint8)
+        try:
+            memory = self._free.pop()
+        except IndexError:
+            memory = np.empty(self.PIECE_BYTES, np.uint8)
+        taken = memory[:num_bytes]
+        weakref.finalize(taken, self._give_back, memory).atexit = False
+        return taken
+
+    def _give_back(self, memory: np.ndarray) -> None:
+        if len(self._free) < self.KEPT_MAX:
+            self._free.append(memory)
+
+
 class TransferServer:
     """Listens on a free port; a thread per connection hands each message to ``handler``.
 
@@ -89,6 +119,7 @@ class TransferServer:
         self._lock = threading.Lock()
         self._connections: set[socket.socket] = set()
         self._streams: OrderedDict[tuple[str, int], _Stream] = OrderedDict()
+        self._memory = Recycled()
         self._is_closed = False
         self.num_refused = 0
         self.bytes_received = 0
@@ -148,7 +179,7 @@ class TransferServer:
         deadline_s = time.monotonic() + self._timeout_s
         header = decode_header(head)
         text = bytearray(header.meta_bytes)
-        payload = np.empty(header.payload_bytes, np.uint8)
+        payload = self._memory.take(header.payload_bytes)
         _receive(connection, memoryview(text), deadline_s)
         _receive(connection, memoryview(payload), deadline_s)
         self.bytes_received += HEADER_BYTES + len(text) + payload.size

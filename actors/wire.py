@@ -1,10 +1,9 @@
 """Wire: how row blocks and what belongs to them travel between two workers.
 
 A message is a fixed header, a small JSON object (``meta``) and a payload of raw bytes. The header carries run, epoch,
-sender, stream, sequence and a CRC-32 over all of the message (PROTOCOLS F7). Nothing is pickled: rows are the bytes of
-their columns behind a table of int64 that says how many there are of each (table, block).
-
-Legend: M sections of a message, N rows, D embedding_dim, S float32 values of optimizer state per row.
+sender, stream, sequence and a CRC-32C over all of the message (PROTOCOLS F7). Nothing is pickled: rows are packed
+records in sections of one (table, block) each (``kernels.packed``), written by the native code into the message and
+read where they have arrived.
 """
 
 from __future__ import annotations
@@ -13,27 +12,22 @@ import dataclasses
 import enum
 import json
 import struct
-import zlib
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
-import torch
-from torch import Tensor
 
-from shoal.kernels.cut import TORCH_DTYPES, BlockRows
 from shoal.kernels.errors import PeerError, ProtocolError
+from shoal.kernels.packed import SECTION_BYTES, crc32c, crc32c_quarters, record_type
 from shoal.kernels.spec import TableSpec
 
 MAGIC = b"SHLT"
-VERSION = 1
+VERSION = 2
 #: No message carries more bytes than this; rows of a larger block are cut into several messages.
 MESSAGE_BYTES_MAX = 64 * 2**20
 META_BYTES_MAX = 2**20
 SENDER_BYTES_MAX = 64
 _MASK64 = (1 << 64) - 1
-# Below this size copying two buffers together is cheaper than handing both to the kernel.
-_JOIN_BYTES = 2**16
 
 _HEADER = struct.Struct(f"<4sHHQqQQIII{SENDER_BYTES_MAX}s")
 HEADER_BYTES = _HEADER.size
@@ -86,7 +80,8 @@ class Header:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Message:
-    """One received message. ``payload`` uint8 [n] is this message's own memory."""
+    """One received message. ``payload`` uint8 [n] is recycled when nobody refers to it: who keeps views of it keeps it
+    as well."""
 
     header: Header
     meta: Mapping[str, Any]
@@ -105,22 +100,21 @@ class Reply:
 
 
 def encode(header: Header, meta: Mapping[str, Any], payload: Sequence[Any]) -> list[memoryview]:
-    """The buffers of one message, its lengths and CRC filled in; ``payload`` buffers are not copied."""
+    """The buffers of one message, its lengths and CRC filled in; a single ``payload`` buffer is not copied."""
     text = json.dumps(dict(meta)).encode()
-    views = [_view_of(part) for part in payload if memoryview(part).nbytes]
-    num_bytes = sum(map(len, views))
+    views = [np.frombuffer(part, np.uint8) for part in payload if memoryview(part).nbytes]
+    num_bytes = sum(view.size for view in views)
     if num_bytes > MESSAGE_BYTES_MAX or len(text) > META_BYTES_MAX:
         raise ValueError(f"a message of {num_bytes} bytes (meta: {len(text)}) is above the limit; cut it")
+    whole = views[0] if len(views) == 1 else np.concatenate([np.empty(0, np.uint8), *views])
     header = dataclasses.replace(header, meta_bytes=len(text), payload_bytes=num_bytes)
-    crc = zlib.crc32(text, zlib.crc32(_pack(header)))
-    for view in views:
-        crc = zlib.crc32(view, crc)
-    head = _pack(dataclasses.replace(header, crc=crc)) + text
-    return [memoryview(head), *views]
+    head = _pack(dataclasses.replace(header, crc=_crc(header, text, whole))) + text
+    return [memoryview(head), *([memoryview(whole)] if num_bytes else [])]
 
 
-def _view_of(data: Any) -> memoryview:
-    return memoryview(data).cast("B")
+def _crc(header: Header, text: bytes | bytearray, payload: np.ndarray) -> int:
+    head = np.frombuffer(_pack(dataclasses.replace(header, crc=0)) + bytes(text), np.uint8)
+    return crc32c(head, crc32c_quarters(payload))
 
 
 def _pack(header: Header) -> bytes:
@@ -167,115 +161,65 @@ def decode_header(data: bytes | bytearray) -> Header:
 
 def is_intact(header: Header, text: bytes | bytearray, payload: np.ndarray) -> bool:
     """Whether the CRC fits header, meta and payload."""
-    crc = zlib.crc32(text, zlib.crc32(_pack(dataclasses.replace(header, crc=0))))
-    return zlib.crc32(payload, crc) == header.crc
+    return _crc(header, text, payload) == header.crc
 
 
 # ---- rows ---------------------------------------------------------------------------------------------------------
 
 
-@dataclasses.dataclass(frozen=True)
-class Section:
+class Section(NamedTuple):
     """Rows of one block within a message.
 
-    In BASE: rows [origin, origin + N) of the block's ``total``, whose checksum is ``checksum``. In CHANGES: rows
-    created or updated, and ids deleted, since snapshot ``origin``.
+    In BASE: the rows after the first ``origin`` of the block's ``total``, which is an upper bound but in the last
+    section, that also has the ``checksum`` of all. In CHANGES: rows made or updated, and ids deleted, since snapshot
+    ``origin``.
     """
 
     table: int
     block: int
-    rows: BlockRows
-    deleted: Tensor
+    num_rows: int
+    num_deleted: int
     origin: int
-    total: int = 0
-    checksum: int = 0
+    total: int
+    checksum: int
+    is_last: bool
+    #: Of the message, whose memory is kept as long as the section; and the raw address of the first record in it.
+    payload: np.ndarray
+    address: int
+    nbytes: int
 
     @property
-    def nbytes(self) -> int:
-        return self.rows.nbytes + 8 * self.deleted.numel() + 8 * _FIELDS
+    def key(self) -> tuple[int, int]:
+        return self.table, self.block
 
 
-_FIELDS = 7
-NO_IDS = torch.empty(0, dtype=torch.int64)
+_SECTION = struct.Struct("<8q")
+assert _SECTION.size == SECTION_BYTES
 
 
-def encode_sections(sections: Sequence[Section]) -> list[np.ndarray]:
-    """The payload of a BASE or CHANGES message: int64 [M, 7], then the columns of each section; small ones joined."""
-    index = np.empty((len(sections), _FIELDS), np.int64)
-    parts: list[np.ndarray] = [index.view(np.uint8).reshape(-1)]
-    for i, s in enumerate(sections):
-        index[i] = (s.table, s.block, len(s.rows), s.deleted.numel(), s.origin, s.total, signed(s.checksum))
-        rows = s.rows
-        used = 0
-        # Columns of 8-byte values first, so that each begins where its type may be read in place.
-        for column in (rows.ids, rows.last_step, rows.count, s.deleted, rows.slots, rows.weights):
-            if column.numel():
-                parts.append(_bytes_of(column))
-                used += parts[-1].size
-        if used % 8:
-            parts.append(np.zeros(-used % 8, np.uint8))
-    return _joined(parts)
-
-
-def _bytes_of(column: Tensor) -> np.ndarray:
-    # numpy's views cost a third of torch's, but it has no bfloat16.
-    found = column.view(torch.int16) if column.dtype is torch.bfloat16 else column
-    return found.numpy().reshape(-1).view(np.uint8)
-
-
-def _joined(parts: Sequence[np.ndarray]) -> list[np.ndarray]:
-    made: list[np.ndarray] = []
-    small: list[np.ndarray] = []
-    for part in parts:
-        if part.size < _JOIN_BYTES:
-            small.append(part)
-            continue
-        if small:
-            made.append(np.concatenate(small))
-            small = []
-        made.append(part)
-    if small:
-        made.append(np.concatenate(small))
-    return made
-
-
-def decode_sections(payload: np.ndarray, num_sections: int, tables: Sequence[TableSpec]) -> Iterator[Section]:
-    """Inverse of ``encode_sections``; the columns are views of ``payload``. Raises ProtocolError where it is none."""
-    memory = torch.from_numpy(payload)
-    at = 8 * _FIELDS * num_sections
-    if at > payload.size:
-        raise ProtocolError(f"{num_sections} sections do not fit a payload of {payload.size} bytes")
-    index = payload[:at].view(np.int64).reshape(num_sections, _FIELDS).tolist()
-    for table, block, num_rows, num_deleted, origin, total, checksum in index:
-        if not 0 <= table < len(tables) or num_rows < 0 or num_deleted < 0:
-            raise ProtocolError(f"a section names table {table}, {num_rows} rows, {num_deleted} deleted")
-        spec = tables[table]
-        slot_width = spec.optimizer.slot_width(spec.embedding_dim)
-        columns = []
-        for dtype, shape in (
-            (torch.int64, (num_rows,)),
-            (torch.int64, (num_rows,)),
-            (torch.int64, (num_rows,)),
-            (torch.int64, (num_deleted,)),
-            (torch.float32, (num_rows, slot_width)),
-            (TORCH_DTYPES[spec.data_type], (num_rows, spec.embedding_dim)),
-        ):
-            num_bytes = dtype.itemsize * int(np.prod(shape))
-            if at + num_bytes > payload.size:
-                raise ProtocolError(f"a section of table {spec.name!r}, block {block} is cut short")
-            columns.append(memory[at : at + num_bytes].view(dtype).reshape(shape))
-            at += num_bytes
-        at += -at % 8
-        ids, last_step, count, deleted, slots, weights = columns
-        yield Section(
-            table=table,
-            block=block,
-            rows=BlockRows(ids=ids, weights=weights, slots=slots, last_step=last_step, count=count),
-            deleted=deleted,
-            origin=origin,
-            total=total,
-            checksum=unsigned(checksum),
-        )
+def decode_sections(payload: np.ndarray, num_sections: int, tables: Sequence[TableSpec]) -> list[Section]:
+    """The sections of a BASE or CHANGES message. Raises ProtocolError where it is none."""
+    row_bytes = [record_type(table).itemsize for table in tables]
+    found = []
+    at, size, memory = 0, payload.size, payload.ctypes.data
+    for _ in range(num_sections):
+        if at + SECTION_BYTES > size:
+            raise ProtocolError(f"{num_sections} sections do not fit a payload of {size} bytes")
+        table, block, num_rows, num_deleted, origin, total, checksum, is_last = _SECTION.unpack_from(payload, at)
+        at += SECTION_BYTES
+        if not 0 <= table < len(tables) or not 0 <= block < tables[table].num_blocks:
+            raise ProtocolError(f"a section names block {block} of table {table}")
+        num_bytes = num_rows * row_bytes[table] + 8 * num_deleted
+        if num_rows < 0 or num_deleted < 0 or at + num_bytes > size:
+            raise ProtocolError(f"a section of table {tables[table].name!r}, block {block} is cut short")
+        found.append(
+            Section(
+                table, block, num_rows, num_deleted, origin, total, unsigned(checksum), bool(is_last), payload,
+                memory + at, num_bytes,
+            )
+        )  # fmt: skip
+        at += -(-num_bytes // 8) * 8
+    return found
 
 
 def signed(value: int) -> int:

@@ -117,7 +117,7 @@ class Cut:
 
     def __init__(self, store: _core.RowStore, tables: Sequence[TableSpec]) -> None:
         self._store = store
-        self._tables = tables
+        self.tables = tables
         self._cut = _core.Cut(store)
 
     def export_block(self, table: int, block: int) -> BlockRows:
@@ -125,21 +125,23 @@ class Cut:
 
         Raises ValueError where the store did not own the block at the cut, RuntimeError after ``release``.
         """
-        return export_rows(self._store, self._cut, self._tables[table], table, block)
+        return export_rows(self._store, self._cut, self.tables[table], table, block)
 
-    def export_changes(self, since: Cut, table: int, block: int) -> BlockChanges:
-        """Rows of the block made or updated, and ids deleted, between the older cut ``since`` and this one.
+    def pack_changes(self, since: Cut, keys: Sequence[tuple[int, int]], origin: int = 0) -> _core.ChangePack:
+        """Rows of the blocks ``keys`` made or updated, and ids deleted, between the older cut ``since`` and this one,
+        to be filled into buffers as sections of packed rows (``kernels.packed``) that name ``origin``.
 
         Both cuts are open, of one store. A row that was written but is the same again is left out, unless it was
-        deleted and made again. O(changed rows); the first export of a pair of cuts lists the changes of all blocks.
-        Any thread; exports of one cut wait for each other. Raises ValueError where the block was not owned at one of
-        the cuts or was dropped between them (send its rows whole then), RuntimeError after ``release``.
+        deleted and made again. O(changed rows); the first of a pair of cuts lists the changes of all blocks.
+        Any thread; exports of one cut wait for each other. Raises ValueError where a block was not owned at one of
+        the cuts or was dropped between them (send its rows whole then), RuntimeError after ``release``; filling does.
         """
-        export = _core.ChangeExport(self._cut, since._cut, table, block)
-        rows = BlockRows.empty(self._tables[table], export.num_rows_max)
-        deleted = torch.empty(export.num_rows_max, dtype=torch.int64)
-        export.fill(*rows.addresses(), deleted.data_ptr())
-        return BlockChanges(rows.head(export.num_rows), deleted[: export.num_deleted], export.checksum_delta)
+        return _core.ChangePack(self._cut, since._cut, list(keys), origin)
+
+    def pack_block(self, table: int, block: int) -> _core.BlockPack:
+        """The block's rows as they were at the cut, packed, in any order. Raises as ``export_block`` does; filling
+        raises RuntimeError after ``release``."""
+        return _core.BlockPack(self._store, self._cut, table, block)
 
     def num_changed(self, since: Cut) -> int:
         """An upper bound of the rows that changed, in all blocks, between ``since`` and this cut; cheap. Any thread."""

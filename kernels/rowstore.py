@@ -29,6 +29,7 @@ from shoal.kernels import _core
 from shoal.kernels.cut import TORCH_DTYPES, BlockChanges, BlockRows, Cut, export_rows
 from shoal.kernels.deletions import DeletionLog
 from shoal.kernels.errors import BadIdError, CapacityError, CheckpointError
+from shoal.kernels.packed import pack
 from shoal.kernels.spec import DataType, TableSpec
 
 _ROW_TYPES = {DataType.FP32: 0, DataType.FP16: 1, DataType.BF16: 2}
@@ -294,20 +295,48 @@ class RowStore:
         if replace:
             self.deletions.forget(table, block)
 
-    def apply_changes(self, table: int, block: int, changes: BlockChanges) -> int:
-        """Add or replace ``changes.rows`` and delete ``changes.deleted`` in a held block; deleting nothing is harmless.
+    def import_packed(
+        self, table: int, block: int, address: int, num_rows: int, *, replace: bool, expected: int = 0
+    ) -> int:
+        """``import_block`` for packed rows at a raw address; returns the change of the block's checksum.
 
-        At a step boundary, unless the block is a replica. Returns the change of the block's checksum, computed from the
-        rows before and after: it equals ``changes.checksum_delta`` where the block was what the changes start from.
-        Raises as :meth:`import_block` does.
+        ``expected``: rows that will come, of which these are the first.
+        """
+        self._check_block(table, block)
+        delta = self.native.import_packed(table, block, address, num_rows, replace, expected)
+        if replace:
+            self.deletions.forget(table, block)
+        return delta
+
+    def apply_sections(self, sections: np.ndarray) -> list[tuple[int, str]]:
+        """Add or replace rows and delete ids in held blocks; deleting nothing is harmless.
+
+        ``sections`` int64 [n, 6]: table, block, packed rows, deleted ids behind them, and their raw address; the last
+        column receives the change of the block's checksum, computed from the rows before and after. At a step boundary,
+        unless a block is a replica. Returns (number, reason) of those that do not fit, which changed nothing.
+        """
+        for table, block in sections[:, :2].tolist():
+            self._check_block(table, block)
+            self.deletions.forget(table, block)
+        return self.native.apply_sections(sections.ctypes.data, len(sections))
+
+    def apply_changes(self, table: int, block: int, changes: BlockChanges) -> int:
+        """``apply_sections`` for the columns of one block; returns the change of its checksum: it equals
+        ``changes.checksum_delta`` where the block was what the changes start from. Raises as ``import_block`` does.
         """
         self._check_block(table, block)
         self._check_rows(table, changes.rows)
         deleted = _as_ids(changes.deleted)
-        self.deletions.forget(table, block)
-        return self.native.apply_changes(
-            table, block, len(changes.rows), *changes.rows.addresses(), deleted.numel(), deleted.data_ptr()
-        )
+        data = pack(changes.rows, deleted, self.tables[table])
+        section = np.array([[table, block, len(changes.rows), deleted.numel(), data.ctypes.data, 0]], np.int64)
+        for _, reason in self.apply_sections(section):
+            raise ValueError(reason)
+        return int(section[0, 5]) & _MASK64
+
+    def pack_block(self, table: int, block: int) -> _core.BlockPack:
+        """``export_block``, to be filled into buffers as packed rows, before the next write to the block."""
+        self._check_block(table, block)
+        return _core.BlockPack(self.native, None, table, block)
 
     def _check_rows(self, table: int, rows: BlockRows) -> None:
         spec, n = self.tables[table], rows.ids.numel()

@@ -20,6 +20,7 @@ import harness
 import torch
 
 from shoal.kernels.cut import BlockChanges, rows_checksum
+from shoal.kernels.packed import export_changes
 from shoal.kernels.rowstore import RowStore
 from shoal.kernels.spec import DataType, OptimizerKind, OptimizerSpec, TableSpec
 
@@ -86,7 +87,7 @@ def main() -> list[dict[str, Any]]:
             copy.add_block(0, block, is_replica=True)
         took_s, _ = trained.each_block(lambda block, rows=rows: copy.import_block(0, block, rows[block]))
         note("import into replicas", NUM_ROWS, took_s)
-        took_s, parts = trained.each_block(lambda block, cut=cut, base=base: cut.export_changes(base, 0, block))
+        took_s, parts = trained.each_block(lambda block, cut=cut, base=base: export_changes(cut, base, 0, block))
         changes: list[BlockChanges] = parts
         num_changed = sum(len(part) for part in changes)
         note("export of changes", num_changed, took_s)

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-import dataclasses
+import ctypes
 from typing import Any
 
-import torch
+import numpy as np
 
 from shoal.actors.copies import CopyHolder
 from shoal.actors.shelf import Shelf
 from shoal.actors.trainer import Trainer, TrainerSnapshot
+from shoal.kernels.cut import rows_checksum
+from shoal.kernels.packed import record_type, unpack
 from shoal.kernels.rowstore import RowStore
 
 
@@ -26,24 +28,30 @@ def versions_released_early() -> None:
 
 def versions_not_transferred() -> None:
     """A row that moves leaves its optimizer state, last step and count behind (C1, V2)."""
-    imported = RowStore.import_block
+    imported = RowStore.import_packed
 
-    def import_block(self: RowStore, table: int, block: int, rows: Any, **options: Any) -> None:
-        bare = dataclasses.replace(rows, slots=torch.zeros_like(rows.slots), count=torch.zeros_like(rows.count))
-        imported(self, table, block, bare, **options)
+    def import_packed(self: RowStore, table: int, block: int, address: int, num_rows: int, **options: Any) -> int:
+        spec = self.tables[table]
+        form = record_type(spec)
+        received = np.frombuffer((ctypes.c_uint8 * (num_rows * form.itemsize)).from_address(address), np.uint8)
+        bare = received.copy().view(form)
+        bare["slots"], bare["count"] = 0, 0
+        imported(self, table, block, bare.ctypes.data, num_rows, **options)
+        return rows_checksum(unpack(received, num_rows, 0, spec)[0])
 
-    RowStore.import_block = import_block  # type: ignore[method-assign]
+    RowStore.import_packed = import_packed  # type: ignore[method-assign]
 
 
 def staging_dropped_early() -> None:
     """A holder forgets staged changes when they should become part of its copy (F3)."""
 
-    def fold_copy(self: CopyHolder, key: Any, copy: Any, step: int) -> None:
+    def fold_batch(self: CopyHolder, batch: Any) -> None:
         with self._changed:
-            while copy.staged and copy.staged[0].is_complete and copy.staged[0].step <= step:
-                copy.base = copy.staged.pop(0).step
+            for _, copy, staged in batch:
+                copy.staged.pop(0)
+                copy.base = staged.step
 
-    CopyHolder._fold_copy = fold_copy  # type: ignore[method-assign]
+    CopyHolder._fold_batch = fold_batch  # type: ignore[method-assign]
 
 
 def cursor_off_by_one() -> None:

@@ -15,6 +15,7 @@ from row_stores import HUGE_IDS, contents, ids_of_block, make_store, make_table,
 from shoal.kernels.cut import BlockChanges, BlockRows, rows_checksum
 from shoal.kernels.errors import CheckpointError
 from shoal.kernels.hashing import rows_checksum_reference
+from shoal.kernels.packed import export_changes
 from shoal.kernels.rowstore import RowStore
 from shoal.kernels.spec import DataType, OptimizerKind
 
@@ -72,7 +73,7 @@ def test_changes_are_exact_and_carry_a_copy_from_cut_to_cut():
         after = contents(cut, store.tables)
         num_changed = 0
         for block in range(4):
-            changes = cut.export_changes(since, 0, block)
+            changes = export_changes(cut, since, 0, block)
             changed = rows_as_dict(changes.rows, store.tables[0], 0, block)
             assert changed == {k: v for k, v in after.items() if before.get(k) != v and k[1] in changes.rows.ids}
             assert copied.apply_changes(0, block, changes) == changes.checksum_delta
@@ -92,7 +93,7 @@ def test_rows_written_but_equal_again_are_no_change():
     store.rollback(since, 1)
     train(store, [3], 2)
     cut = store.cut()
-    assert sum(len(cut.export_changes(since, 0, b)) for b in range(4)) == 1
+    assert sum(len(export_changes(cut, since, 0, b)) for b in range(4)) == 1
     assert cut.num_changed(since) == 40
 
 
@@ -103,21 +104,21 @@ def test_changes_need_an_older_open_cut_and_one_life_of_the_block():
     second = store.cut()
     for since, cut in ((first, first), (second, first), (trained().cut(), second)):
         with pytest.raises(ValueError, match="older cut"):
-            cut.export_changes(since, 0, 0)
+            export_changes(cut, since, 0, 0)
     with pytest.raises(ValueError, match="block 1 is not owned"):
-        second.export_changes(first, 0, 1)
+        export_changes(second, first, 0, 1)
     store.set_replica(0, 1, False)
     store.drop_block(0, 2)
     store.add_block(0, 2)
     third = store.cut()
     with pytest.raises(ValueError, match="block 1 was not owned at the older cut"):
-        third.export_changes(second, 0, 1)
-    assert len(third.export_changes(first, 0, 1)) == 0
+        export_changes(third, second, 0, 1)
+    assert len(export_changes(third, first, 0, 1)) == 0
     with pytest.raises(ValueError, match="block 2 was not owned at the older cut"):
-        third.export_changes(first, 0, 2)
+        export_changes(third, first, 0, 2)
     first.release()
     with pytest.raises(RuntimeError, match="released"):
-        third.export_changes(first, 0, 0)
+        export_changes(third, first, 0, 0)
 
 
 def test_changes_survive_the_release_of_a_cut_between():
@@ -127,12 +128,12 @@ def test_changes_survive_the_release_of_a_cut_between():
     between = store.cut()
     train(store, range(20, 80), 3)
     cut = store.cut()
-    expected = [rows_checksum(cut.export_changes(since, 0, b).rows) for b in range(4)]
+    expected = [rows_checksum(export_changes(cut, since, 0, b).rows) for b in range(4)]
     between.release()
     train(store, range(5), 4)  # Folds the released layer.
-    assert [rows_checksum(cut.export_changes(since, 0, b).rows) for b in range(4)] == expected
+    assert [rows_checksum(export_changes(cut, since, 0, b).rows) for b in range(4)] == expected
     later = store.cut()
-    assert sum(len(later.export_changes(since, 0, b)) for b in range(4)) == 80
+    assert sum(len(export_changes(later, since, 0, b)) for b in range(4)) == 80
 
 
 def test_changes_that_do_not_fit_change_nothing():

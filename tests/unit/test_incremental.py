@@ -21,6 +21,7 @@ from shoal.actors.restore import load_rows
 from shoal.jobs.cli import main
 from shoal.kernels.deletions import DeletionLog
 from shoal.kernels.errors import CheckpointError
+from shoal.kernels.packed import export_changes
 from shoal.kernels.rowstore import RowStore
 from shoal.platform import checkpoint
 from shoal.platform.chain import CheckpointState, decide_base, merge_parts
@@ -387,7 +388,7 @@ def test_store_forgets_the_past_of_blocks_that_others_changed() -> None:
     source = RowStore(TABLES)
     source.add_block(0, 3)
     with source.cut() as before, source.cut() as cut:
-        changes = cut.export_changes(before, 0, 3)
+        changes = export_changes(cut, before, 0, 3)
         rows = cut.export_block(0, 3)
 
     def replaced(store: RowStore) -> None:

@@ -16,6 +16,7 @@ from row_stores import block_contents, contents, ids_of_block, make_store, make_
 
 from shoal.kernels.cut import BlockChanges, BlockRows
 from shoal.kernels.errors import BadIdError
+from shoal.kernels.packed import export_changes
 from shoal.kernels.rowstore import RowStore
 
 NO_IDS = torch.empty(0, dtype=torch.int64)
@@ -144,7 +145,7 @@ def test_slots_that_an_import_saved_for_an_older_cut_wait_for_the_younger_ones()
     train(store, range(30), 2)
     assert len(younger.export_block(0, 0)) == 0
     with store.cut() as cut:
-        assert cut.export_changes(younger, 0, 0).rows.ids.tolist() == list(range(30))
+        assert export_changes(cut, younger, 0, 0).rows.ids.tolist() == list(range(30))
 
 
 def test_memory_of_dropped_blocks_is_used_again_once_their_cuts_are_released():
@@ -206,7 +207,7 @@ class Importer(threading.Thread):
             self.source.delete(1, torch.randperm(6000)[:100])
             cut = self.source.cut()
             for block in range(4):
-                changes = cut.export_changes(base, 1, block)
+                changes = export_changes(cut, base, 1, block)
                 assert self.store.apply_changes(1, block, changes) == changes.checksum_delta
                 assert self.store.block_checksum(1, block) == self.source.block_checksum(1, block)
             base.release()

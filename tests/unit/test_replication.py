@@ -24,7 +24,7 @@ from replicas import (
     until,
 )
 
-from shoal.actors import channel
+from shoal.actors import shipping
 from shoal.actors.messages import BlockSet
 from shoal.kernels.errors import ExchangeTimeoutError, PeerError, ProtocolError
 
@@ -564,7 +564,7 @@ def test_abort_from_another_thread_ends_a_cutover_at_once_f1():
 def test_snapshots_go_on_beside_a_slow_base_in_many_pieces_and_messages_stay_small(monkeypatch):
     """Blocks in sync advance with every snapshot while the pieces of another block's base are under way (V2, F5)."""
     piece_bytes = 2**16
-    monkeypatch.setattr(channel, "PIECE_BYTES", piece_bytes)
+    monkeypatch.setattr(shipping, "PIECE_BYTES", piece_bytes)
     tables = make_tables(num_blocks=2, dim=32, names="a")
     with peers("a", "b", tables=tables, bytes_per_s=3e6) as (a, b):
         sizes = []

@@ -21,6 +21,7 @@ from row_stores import contents, make_store, make_table, rows_as_dict, train
 from shoal.kernels.cut import BlockChanges, BlockRows, rows_checksum
 from shoal.kernels.hashing import row_blocks
 from shoal.kernels.optim import apply_reference, initial_rows_reference, initial_state
+from shoal.kernels.packed import export_changes
 from shoal.kernels.rowstore import RowStore
 from shoal.kernels.spec import DataType, OptimizerKind
 
@@ -252,9 +253,9 @@ class StoreAgainstModel(RuleBasedStateMachine):
         for block in BLOCKS:
             if cut.lives.get(block, -1) != since.lives.get(block, -2):
                 with pytest.raises(ValueError, match="owned"):
-                    cut.cut.export_changes(since.cut, *block)
+                    export_changes(cut.cut, since.cut, *block)
                 continue
-            changes = cut.cut.export_changes(since.cut, *block)
+            changes = export_changes(cut.cut, since.cut, *block)
             self.check_changes(changes, since, cut, block)
             num_changed += len(changes)
         assert num_changed <= cut.cut.num_changed(since.cut)

@@ -8,7 +8,9 @@
 #include <algorithm>
 #include <stdexcept>
 
+#include "core/store/crc32c.h"
 #include "core/store/cut.h"
+#include "core/store/packed.h"
 #include "core/store/rowstore.h"
 
 namespace nb = nanobind;
@@ -107,26 +109,65 @@ void bind_versions(nb::module_& m) {
             self.fill(columns(ids, weights, slots, last_step, count));
           },
           "ids"_a, "weights"_a, "slots"_a, "last_step"_a, "count"_a);
-  nb::class_<ChangeExport>(m, "ChangeExport")
+}
+
+void bind_packed(nb::module_& m) {
+  const auto no_gil = nb::call_guard<nb::gil_scoped_release>();
+  nb::class_<ChangePack>(m, "ChangePack")
       .def(
           "__init__",
-          [](ChangeExport* self, Cut& cut, Cut& since, uint32_t table, uint32_t block) {
+          [](ChangePack* self, Cut& cut, Cut& since, std::vector<ChangePack::Key> keys, int64_t origin) {
             nb::gil_scoped_release release;
-            new (self) ChangeExport(cut, since, table, block);
+            new (self) ChangePack(cut, since, std::move(keys), origin);
           },
-          nb::keep_alive<1, 2>(), nb::keep_alive<1, 3>(), "cut"_a, "since"_a, "table"_a, "block"_a)
-      .def_prop_ro("num_rows_max", &ChangeExport::num_rows_max)
-      .def_prop_ro("num_rows", &ChangeExport::num_rows)
-      .def_prop_ro("num_deleted", &ChangeExport::num_deleted)
-      .def_prop_ro("checksum_delta", &ChangeExport::checksum_delta)
+          nb::keep_alive<1, 2>(), nb::keep_alive<1, 3>(), "cut"_a, "since"_a, "keys"_a, "origin"_a)
       .def(
           "fill",
-          [](ChangeExport& self, uint64_t ids, uint64_t weights, uint64_t slots, uint64_t last_step, uint64_t count,
-             uint64_t deleted) {
+          [](ChangePack& self, uint64_t to, size_t capacity) { return self.fill(address<std::byte>(to), capacity); },
+          no_gil, "to"_a, "capacity"_a)
+      .def_prop_ro("is_done", &ChangePack::is_done)
+      .def_prop_ro("num_sections", &ChangePack::num_sections)
+      .def_prop_ro("num_changes", &ChangePack::num_changes)
+      .def_prop_ro("checksum_deltas", &ChangePack::checksum_deltas)
+      .def_prop_ro("bytes_max", &ChangePack::bytes_max);
+  nb::class_<BlockPack>(m, "BlockPack")
+      .def(
+          "__init__",
+          [](BlockPack* self, RowStore& store, Cut* cut, uint32_t table, uint32_t block) {
             nb::gil_scoped_release release;
-            self.fill(columns(ids, weights, slots, last_step, count), address<int64_t>(deleted));
+            new (self) BlockPack(store, cut, table, block);
           },
-          "ids"_a, "weights"_a, "slots"_a, "last_step"_a, "count"_a, "deleted"_a);
+          nb::keep_alive<1, 2>(), nb::keep_alive<1, 3>(), "store"_a, "cut"_a.none(), "table"_a, "block"_a)
+      .def(
+          "fill",
+          [](BlockPack& self, uint64_t to, size_t capacity) { return self.fill(address<std::byte>(to), capacity); },
+          no_gil, "to"_a, "capacity"_a)
+      .def_prop_ro("is_done", &BlockPack::is_done)
+      .def_prop_ro("num_rows", &BlockPack::num_rows)
+      .def_prop_ro("checksum", &BlockPack::checksum);
+  m.def(
+      "crc32c", [](uint32_t crc, uint64_t data, size_t size) { return crc32c(crc, address<std::byte>(data), size); },
+      no_gil, "crc"_a, "data"_a, "size"_a);
+  m.def(
+      "crc32c_quarters", [](uint64_t data, size_t size) { return crc32c_quarters(address<std::byte>(data), size); },
+      no_gil, "data"_a, "size"_a);
+}
+
+// Apply several sections: int64 [n, 6] of table, block, rows, deleted ids, address, and the change of the checksum,
+// which is filled in. Sections that do not fit change nothing; returns their numbers and why.
+std::vector<std::pair<int64_t, std::string>> apply_sections(RowStore& store, uint64_t list, int64_t n) {
+  std::vector<std::pair<int64_t, std::string>> failed;
+  for (int64_t i = 0; i < n; ++i) {
+    int64_t* s = address<int64_t>(list) + 6 * i;
+    try {
+      const std::byte* packed = address<std::byte>(static_cast<uint64_t>(s[4]));
+      s[5] = static_cast<int64_t>(store.apply_packed(static_cast<uint32_t>(s[0]), static_cast<uint32_t>(s[1]), packed,
+                                                     s[2], s[3]));
+    } catch (const std::exception& error) {
+      failed.emplace_back(i, error.what());
+    }
+  }
+  return failed;
 }
 
 // Blocks, and rows that come from elsewhere.
@@ -150,14 +191,12 @@ void bind_blocks(nb::class_<RowStore>& store) {
           },
           no_gil, "table"_a, "block"_a, "n"_a, "ids"_a, "weights"_a, "slots"_a, "last_step"_a, "count"_a, "replace"_a)
       .def(
-          "apply_changes",
-          [](RowStore& self, uint32_t table, uint32_t block, int64_t n, uint64_t ids, uint64_t weights, uint64_t slots,
-             uint64_t last_step, uint64_t count, int64_t num_deleted, uint64_t deleted) {
-            return self.apply_changes(table, block, columns(ids, weights, slots, last_step, count), n,
-                                      address<int64_t>(deleted), num_deleted);
+          "import_packed",
+          [](RowStore& self, uint32_t table, uint32_t block, uint64_t packed, int64_t n, bool replace, int64_t expected) {
+            return self.import_packed(table, block, address<std::byte>(packed), n, replace, expected);
           },
-          no_gil, "table"_a, "block"_a, "n"_a, "ids"_a, "weights"_a, "slots"_a, "last_step"_a, "count"_a,
-          "num_deleted"_a, "deleted"_a);
+          no_gil, "table"_a, "block"_a, "packed"_a, "n"_a, "replace"_a, "expected"_a)
+      .def("apply_sections", &apply_sections, no_gil, "sections"_a, "n"_a);
 }
 
 // The sum of the hashes of rows that come as columns.
@@ -216,6 +255,7 @@ void bind_store(nb::module_& m) {
       .def("id_map_bytes", &RowStore::id_map_bytes);
   bind_blocks(store);
   bind_versions(m);
+  bind_packed(m);
   m.def("rows_checksum", &rows_checksum, no_gil, "n"_a, "ids"_a, "weights"_a, "slots"_a, "last_step"_a, "count"_a,
         "weight_bytes"_a, "slot_bytes"_a);
 }

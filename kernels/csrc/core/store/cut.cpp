@@ -27,7 +27,7 @@ void Cut::release() {
   layer_->is_released.store(true, std::memory_order_release);
   layer_.reset();
   blocks_.clear();
-  index_ = ChangeIndex{};
+  index_.reset();
 }
 
 void Cut::require_open() const {
@@ -117,17 +117,21 @@ BlockExport::BlockExport(RowStore& store, Cut* cut, uint32_t table, uint32_t blo
                                 " is not owned");
   }
   reader_ = std::make_unique<CutReader>(store, cut, table);
-  collect_rows(map, block);
+  collect_rows(list_slots_of(store, cut, table, map), block);
+}
+
+// The map is listed before the layers' deleted slots, in the opposite order of a deletion, so no row slips through.
+std::vector<uint32_t> list_slots_of(RowStore& store, const Cut* cut, uint32_t table, const std::shared_ptr<IdMap>& map) {
+  std::vector<uint32_t> slots = map->list_slots();
+  const std::vector<uint32_t> deleted = CutReader(store, cut, table).deleted(map.get());
+  slots.insert(slots.end(), deleted.begin(), deleted.end());
+  radix_sort(&slots, [](uint32_t slot) { return uint64_t{slot}; });
+  slots.erase(std::unique(slots.begin(), slots.end()), slots.end());
+  return slots;
 }
 
 // Records are read in the order of slots, that is of memory: the map's order would miss the cache and the TLB each time.
-// The map is listed before the layers' deleted slots, in the opposite order of a deletion, so no row slips through;
-// one that is seen twice is dropped after sorting.
-void BlockExport::collect_rows(const std::shared_ptr<IdMap>& map, uint32_t block) {
-  std::vector<uint32_t> slots = map->list_slots();
-  const std::vector<uint32_t> deleted = reader_->deleted(map.get());
-  slots.insert(slots.end(), deleted.begin(), deleted.end());
-  radix_sort(&slots, [](uint32_t slot) { return uint64_t{slot}; });
+void BlockExport::collect_rows(std::vector<uint32_t> slots, uint32_t block) {
   constexpr size_t kAhead = 16;
   rows_.reserve(slots.size());
   for (size_t i = 0; i < slots.size(); ++i) {
@@ -137,8 +141,6 @@ void BlockExport::collect_rows(const std::shared_ptr<IdMap>& map, uint32_t block
     rows_.push_back({static_cast<uint64_t>(header(record)->id), slots[i]});
   }
   radix_sort(&rows_, [](const Row& row) { return row.id; });
-  const auto is_same = [](const Row& a, const Row& b) { return a.id == b.id; };
-  rows_.erase(std::unique(rows_.begin(), rows_.end(), is_same), rows_.end());
 }
 
 void BlockExport::fill(const RowColumns& to) {

@@ -13,14 +13,14 @@ namespace shoal {
 // The rows that may differ between an older cut and this one, by block; each slot once.
 struct ChangeIndex {
   struct Change {
-    uint64_t id;
-    const SavedHead* before;  // As saved by the oldest layer that has it; null if no row was there.
+    const SavedHead* head;  // As saved by the oldest layer that has it: with the record if the row `existed`.
     uint32_t slot;
+    bool existed;
   };
   uint32_t since_serial = 0;
   std::vector<size_t> starts;  // By table and block, one more than there are blocks.
   std::vector<Change> changes;
-  // What `before` points into, but for the older cut's own layer: that lives as long as the older cut.
+  // What the heads are in, but for the older cut's own layer: that lives as long as the older cut.
   std::vector<std::shared_ptr<CutLayer>> layers;
 };
 
@@ -43,16 +43,17 @@ class Cut {
  private:
   friend class CutReader;
   friend class BlockExport;
-  friend class ChangeExport;
+  friend class BlockPack;
+  friend class ChangePack;
   void require_open() const;
   void require_older(const Cut& since) const;
   std::vector<std::shared_ptr<CutLayer>> layers_after(const Cut& since) const;
-  const ChangeIndex& changes_since(const Cut& since);
+  std::shared_ptr<const ChangeIndex> changes_since(const Cut& since);
 
   RowStore& store_;
   RowStore::Blocks blocks_;  // Filled as the layer is opened, hence declared before it.
   std::shared_ptr<CutLayer> layer_;
-  ChangeIndex index_;
+  std::shared_ptr<const ChangeIndex> index_;
   std::mutex mutex_;  // Held by exports; release waits for it.
 };
 
@@ -94,7 +95,7 @@ class BlockExport {
     uint64_t id;
     uint32_t slot;
   };
-  void collect_rows(const std::shared_ptr<IdMap>& map, uint32_t block);
+  void collect_rows(std::vector<uint32_t> slots, uint32_t block);
 
   const uint32_t table_;
   const uint32_t log2_blocks_;
@@ -104,33 +105,7 @@ class BlockExport {
   std::vector<Row> rows_;
 };
 
-// What changed in a block between the cut `since` and the younger `cut`: rows made or updated, with their values at
-// `cut`, and ids deleted; both sorted by id as uint64. Costs the rows written in between.
-class ChangeExport {
- public:
-  // Throws std::invalid_argument unless both cuts are of one store, in this order, and one life of the block spans them.
-  ChangeExport(Cut& cut, Cut& since, uint32_t table, uint32_t block);
-  // At least as many as there are changed rows, and as there are deleted ids.
-  int64_t num_rows_max() const { return static_cast<int64_t>(changes_.size()); }
-  // Fill columns that hold num_rows_max() rows, and as many deleted ids; once.
-  void fill(const RowColumns& to, int64_t* deleted);
-  // What was filled.
-  int64_t num_rows() const { return num_rows_; }
-  int64_t num_deleted() const { return num_deleted_; }
-  // Sum of hash(row at cut) - hash(row at since) over the changes, modulo 2^64.
-  uint64_t checksum_delta() const { return delta_; }
-
- private:
-  using Change = ChangeIndex::Change;
-  void compare(const Change* first, const Change* last, const RowColumns& to, int64_t* deleted);
-
-  const Arena& arena_;
-  const RowHasher& hasher_;
-  std::unique_lock<std::mutex> lock_, since_lock_;
-  std::unique_ptr<CutReader> reader_;
-  std::vector<Change> changes_;
-  int64_t num_rows_ = 0, num_deleted_ = 0;
-  uint64_t delta_ = 0;
-};
+// Slots that may hold rows of a block at a cut (null: now), in the order of memory, each once. With the cut's mutex held.
+std::vector<uint32_t> list_slots_of(RowStore& store, const Cut* cut, uint32_t table, const std::shared_ptr<IdMap>& map);
 
 }  // namespace shoal

@@ -2,6 +2,7 @@
 #include <stdexcept>
 
 #include "core/store/checksum.h"
+#include "core/store/packed.h"
 #include "core/store/rowstore.h"
 
 namespace shoal {
@@ -11,37 +12,80 @@ namespace {
 // Rows handled under one lock, whose memory accesses overlap.
 constexpr int64_t kChunk = 64;
 
-void write_record(const RecordLayout& layout, const RowColumns& rows, int64_t i, std::byte* record) {
-  RowHeader* head = header(record);
-  head->id = rows.ids[i];
-  head->last_step = static_cast<int32_t>(rows.last_step[i]);
-  const uint32_t count = rows.count[i] > kCountMask ? kCountMask : static_cast<uint32_t>(rows.count[i]);
-  set_state(head, kExists | count);
-  if (layout.slot_width != 0) {
-    std::memcpy(slots(record), rows.slots + i * layout.slot_width, size_t{layout.slot_width} * 4);
+// Rows given as columns.
+struct ColumnRows {
+  const RowColumns& columns;
+  const RecordLayout& layout;
+
+  int64_t id(int64_t i) const { return columns.ids[i]; }
+  void write(int64_t i, std::byte* record) const {
+    RowHeader* head = header(record);
+    head->id = columns.ids[i];
+    head->last_step = static_cast<int32_t>(columns.last_step[i]);
+    const int64_t count = columns.count[i];
+    set_state(head, kExists | (count > kCountMask ? kCountMask : static_cast<uint32_t>(count)));
+    if (layout.slot_width != 0) {
+      std::memcpy(slots(record), columns.slots + i * layout.slot_width, size_t{layout.slot_width} * 4);
+    }
+    const size_t weight_bytes = layout.dim * row_type_bytes(layout.type);
+    std::memcpy(record + layout.weights_offset, columns.weights + i * weight_bytes, weight_bytes);
   }
-  const size_t weight_bytes = layout.dim * row_type_bytes(layout.type);
-  std::memcpy(record + layout.weights_offset, rows.weights + i * weight_bytes, weight_bytes);
-}
+};
+
+// Rows as they travel.
+struct PackedRows {
+  const std::byte* first;
+  const PackedLayout layout;
+
+  const std::byte* at(int64_t i) const { return first + static_cast<size_t>(i) * layout.stride; }
+  int64_t id(int64_t i) const {
+    int64_t id;
+    std::memcpy(&id, at(i), sizeof(id));
+    return id;
+  }
+  void write(int64_t i, std::byte* record) const { layout.unpack(at(i), record); }
+};
+
+// A list of ids.
+struct PackedIds {
+  const std::byte* first;
+  int64_t id(int64_t i) const {
+    int64_t id;
+    std::memcpy(&id, first + i * 8, sizeof(id));
+    return id;
+  }
+};
 
 }  // namespace
 
-void RowStore::check_ids(uint32_t table, uint32_t block, const int64_t* ids, int64_t n) const {
+template <typename Rows>
+void RowStore::check_ids(uint32_t table, uint32_t block, const Rows& rows, int64_t n) const {
   const TableDesc& desc = tables_[table];
   for (int64_t i = 0; i < n; ++i) {
-    const uint32_t actual = row_block(ids[i], desc.log2_blocks);
+    const uint32_t actual = row_block(rows.id(i), desc.log2_blocks);
     if (actual != block) {
-      throw std::invalid_argument("table '" + desc.name + "': id " + std::to_string(ids[i]) + " belongs to block " +
+      throw std::invalid_argument("table '" + desc.name + "': id " + std::to_string(rows.id(i)) + " belongs to block " +
                                   std::to_string(actual) + ", not to block " + std::to_string(block));
     }
   }
 }
 
-void RowStore::import_rows(uint32_t table, uint32_t block, const RowColumns& rows, int64_t n, bool replace) {
+void RowStore::import_rows(uint32_t table, uint32_t block, const RowColumns& columns, int64_t n, bool replace) {
+  import_from(table, block, ColumnRows{columns, arena_of(table).layout}, n, replace, 0);
+}
+
+uint64_t RowStore::import_packed(uint32_t table, uint32_t block, const std::byte* packed, int64_t n, bool replace,
+                                 int64_t expected) {
+  return import_from(table, block, PackedRows{packed, PackedLayout(arena_of(table).layout)}, n, replace, expected);
+}
+
+template <typename Rows>
+uint64_t RowStore::import_from(uint32_t table, uint32_t block, const Rows& rows, int64_t n, bool replace,
+                               int64_t expected) {
   bool is_owned;
   std::shared_ptr<IdMap> map = require_block(table, block, &is_owned);
   if (is_owned) require_boundary("importing rows");
-  check_ids(table, block, rows.ids, n);
+  check_ids(table, block, rows, n);
   if (replace && is_owned) {
     for (const uint32_t slot : map->list_slots()) {
       const int64_t id = header(arena_of(table).record(slot))->id;
@@ -53,21 +97,25 @@ void RowStore::import_rows(uint32_t table, uint32_t block, const RowColumns& row
     add_block(table, block, true);
     map = require_block(table, block, &is_owned);
   }
-  upsert(table, map.get(), is_owned, rows, n);
+  if (replace && expected > n) map->make_room(static_cast<uint64_t>(expected));
+  return upsert(table, map.get(), is_owned, rows, n);
 }
 
-uint64_t RowStore::apply_changes(uint32_t table, uint32_t block, const RowColumns& rows, int64_t n,
-                                 const int64_t* deleted, int64_t num_deleted) {
+uint64_t RowStore::apply_packed(uint32_t table, uint32_t block, const std::byte* packed, int64_t n,
+                                int64_t num_deleted) {
   bool is_owned;
   const std::shared_ptr<IdMap> map = require_block(table, block, &is_owned);
   if (is_owned) require_boundary("applying changes");
-  check_ids(table, block, rows.ids, n);
+  const PackedRows rows{packed, PackedLayout(arena_of(table).layout)};
+  const PackedIds deleted{packed + static_cast<size_t>(n) * rows.layout.stride};
+  check_ids(table, block, rows, n);
   check_ids(table, block, deleted, num_deleted);
   const uint64_t removed = erase_held(table, map.get(), is_owned, deleted, num_deleted);
   return upsert(table, map.get(), is_owned, rows, n) - removed;
 }
 
-uint64_t RowStore::upsert(uint32_t table, IdMap* map, bool is_owned, const RowColumns& rows, int64_t n) {
+template <typename Rows>
+uint64_t RowStore::upsert(uint32_t table, IdMap* map, bool is_owned, const Rows& rows, int64_t n) {
   uint64_t delta = 0;
   for (int64_t from = 0; from < n; from += kChunk) {
     const int64_t count = std::min(kChunk, n - from);
@@ -79,12 +127,15 @@ uint64_t RowStore::upsert(uint32_t table, IdMap* map, bool is_owned, const RowCo
 }
 
 // Find first, then write: the records' memory arrives while other rows are looked up.
-uint64_t RowStore::upsert_chunk(uint32_t table, IdMap* map, bool is_owned, const RowColumns& rows, int64_t from,
+template <typename Rows>
+uint64_t RowStore::upsert_chunk(uint32_t table, IdMap* map, bool is_owned, const Rows& rows, int64_t from,
                                 int64_t count) {
   Arena& arena = arena_of(table);
   const RowHasher& hasher = *hashers_[tables_[table].arena];
+  int64_t ids[kChunk];
+  for (int64_t i = 0; i < count; ++i) ids[i] = rows.id(from + i);
   uint32_t found[kChunk], fresh[kChunk];
-  const uint32_t missing = find_chunk(*map, arena, rows.ids + from, count, found);
+  const uint32_t missing = find_chunk(*map, arena, ids, count, found);
   arena.allocate(missing, fresh);
   for (uint32_t i = 0; i < missing; ++i) arena.prefetch(fresh[i]);
   const bool is_listed = is_in_open_cut(*map);
@@ -92,7 +143,7 @@ uint64_t RowStore::upsert_chunk(uint32_t table, IdMap* map, bool is_owned, const
   int64_t created = 0;
   uint64_t delta = 0;
   for (int64_t i = 0; i < count; ++i) {
-    const int64_t id = rows.ids[from + i];
+    const int64_t id = ids[i];
     const uint64_t hash = fmix64(static_cast<uint64_t>(id));
     if (found[i] == kNoSlot) found[i] = map->find(id, hash);  // An earlier row of this call may have had the same id.
     const bool is_new = found[i] == kNoSlot;
@@ -111,7 +162,7 @@ uint64_t RowStore::upsert_chunk(uint32_t table, IdMap* map, bool is_owned, const
     } else if (is_listed) {
       save_copy(table, map, slot, record);
     }
-    write_record(arena.layout, rows, from + i, record);
+    rows.write(from + i, record);
     delta += hasher.hash(record);
     if (is_new) map->insert(hash, slot);
   }
@@ -143,16 +194,19 @@ uint32_t RowStore::find_chunk(const IdMap& map, const Arena& arena, const int64_
 }
 
 // Returns the sum of the hashes of the rows that were there.
-uint64_t RowStore::erase_held(uint32_t table, IdMap* map, bool is_owned, const int64_t* ids, int64_t n) {
+template <typename Ids>
+uint64_t RowStore::erase_held(uint32_t table, IdMap* map, bool is_owned, const Ids& list, int64_t n) {
   const RowHasher& hasher = *hashers_[tables_[table].arena];
   uint64_t removed = 0;
   for (int64_t from = 0; from < n; from += kChunk) {
     const int64_t count = std::min(kChunk, n - from);
     const std::lock_guard<std::mutex> lock(mutex_);
+    int64_t ids[kChunk];
+    for (int64_t i = 0; i < count; ++i) ids[i] = list.id(from + i);
     uint32_t found[kChunk];
-    find_chunk(*map, arena_of(table), ids + from, count, found);
+    find_chunk(*map, arena_of(table), ids, count, found);
     for (int64_t i = 0; i < count; ++i) {
-      const int64_t id = ids[from + i];
+      const int64_t id = ids[i];
       const uint64_t hash = fmix64(static_cast<uint64_t>(id));
       if (found[i] == kNoSlot || map->find(id, hash) == kNoSlot) continue;
       const std::byte* record = arena_of(table).record(found[i]);

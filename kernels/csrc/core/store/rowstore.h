@@ -104,9 +104,12 @@ class RowStore {
   // Add rows, replacing rows of the same id, or with `replace` all rows of the block. All ids must be of `block`, which
   // must be held; throws std::invalid_argument otherwise, before anything changes.
   void import_rows(uint32_t table, uint32_t block, const RowColumns& rows, int64_t n, bool replace);
-  // Add or replace rows and delete others; returns the change of the block's checksum (checksum.h).
-  uint64_t apply_changes(uint32_t table, uint32_t block, const RowColumns& rows, int64_t n, const int64_t* deleted,
-                         int64_t num_deleted);
+  // The same for packed records (packed.h); returns the change of the block's checksum (checksum.h). `expected`: rows
+  // that will come, of which these are the first.
+  uint64_t import_packed(uint32_t table, uint32_t block, const std::byte* packed, int64_t n, bool replace,
+                         int64_t expected);
+  // Add or replace packed records and delete the ids behind them; returns the change of the block's checksum.
+  uint64_t apply_packed(uint32_t table, uint32_t block, const std::byte* packed, int64_t n, int64_t num_deleted);
   // Rows of a held block and the sum of their hashes. By the thread that may write to the block.
   std::pair<int64_t, uint64_t> block_checksum(uint32_t table, uint32_t block) const;
 
@@ -138,12 +141,18 @@ class RowStore {
   void erase_row(uint32_t table, IdMap* map, int64_t id, uint64_t hash, uint32_t slot);
   void require_boundary(const char* what) const;
   std::shared_ptr<IdMap> require_block(uint32_t table, uint32_t block, bool* is_owned) const;
-  void check_ids(uint32_t table, uint32_t block, const int64_t* ids, int64_t n) const;
+  template <typename Rows>
+  void check_ids(uint32_t table, uint32_t block, const Rows& rows, int64_t n) const;
+  template <typename Rows>
+  uint64_t import_from(uint32_t table, uint32_t block, const Rows& rows, int64_t n, bool replace, int64_t expected);
   void discard_reservations(const IdMap* only);
-  uint64_t upsert(uint32_t table, IdMap* map, bool is_owned, const RowColumns& rows, int64_t n);
-  uint64_t upsert_chunk(uint32_t table, IdMap* map, bool is_owned, const RowColumns& rows, int64_t from, int64_t count);
+  template <typename Rows>
+  uint64_t upsert(uint32_t table, IdMap* map, bool is_owned, const Rows& rows, int64_t n);
+  template <typename Rows>
+  uint64_t upsert_chunk(uint32_t table, IdMap* map, bool is_owned, const Rows& rows, int64_t from, int64_t count);
   uint32_t find_chunk(const IdMap& map, const Arena& arena, const int64_t* ids, int64_t count, uint32_t* found) const;
-  uint64_t erase_held(uint32_t table, IdMap* map, bool is_owned, const int64_t* ids, int64_t n);
+  template <typename Ids>
+  uint64_t erase_held(uint32_t table, IdMap* map, bool is_owned, const Ids& list, int64_t n);
   void erase_copy(uint32_t table, IdMap* map, int64_t id, uint64_t hash, uint32_t slot);
   // Of a replica: whether an open cut may show it, so that its rows must be saved before they change.
   bool is_in_open_cut(const IdMap& map) const {
