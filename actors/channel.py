@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 
+from shoal.actors.background import yield_to_training
 from shoal.actors.messages import Member
 from shoal.actors.shelf import Shelf, Snapshot
 from shoal.actors.shipping import Buffers
@@ -158,6 +159,7 @@ class Channel:
     # ---- the channel's thread -------------------------------------------------------------------------------------
 
     def _run(self) -> None:
+        yield_to_training()
         retry_s = RETRY_S
         while not self._is_closed:
             try:

@@ -24,6 +24,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import numpy as np
 
+from shoal.actors.background import yield_to_training
 from shoal.actors.messages import BlockSet, Copies
 from shoal.actors.wire import Section, signed, unsigned
 from shoal.kernels import faults
@@ -383,6 +384,7 @@ class CopyHolder:
     # ---- folding --------------------------------------------------------------------------------------------------
 
     def _fold_loop(self) -> None:
+        yield_to_training()
         while True:
             with self._changed:
                 self._fold_busy = False

@@ -59,9 +59,11 @@ def copy_progress(
 ) -> PrepareProgress:
     """How far the copies are, and the stop rule of V2.
 
-    Ready once every block is in sync and the last round of each channel took at most ``pause_max_s``, which is what the
-    last changes of the cutover are expected to take. An error once rounds stop shrinking above that, or a target has
-    taken nothing for ``patience_s``.
+    Ready once every block is in sync, rounds have stopped shrinking (by half or more) and the last one of each channel
+    took at most ``pause_max_s``, which is what the last changes of the cutover are expected to take: the first round
+    has all rows that changed while the bases travelled, so it grows with the tables, and what changes while it is sent
+    would be the pause. An error once rounds stop shrinking above that, or a target has taken nothing for
+    ``patience_s``.
 
     Args:
         channels: made for this view. others: of the present view, needed in the next one as well.
@@ -76,7 +78,8 @@ def copy_progress(
     last = [channel.last_rounds[-1] for channel in channels if channel.last_rounds]
     pause_s = max((r.seconds for r in last), default=0.0)
     has_rounds = min(rounds, default=1) > 0
-    is_ready = all(channel.is_in_sync for channel in needed) and has_rounds and pause_s <= pause_max_s
+    is_settled = all(_is_settled(channel.last_rounds, rounds_max) for channel in channels)
+    is_ready = all(channel.is_in_sync for channel in needed) and is_settled and pause_s <= pause_max_s
     hopeless = [_why_hopeless(channel.last_rounds, rounds_max, pause_max_s) for channel in channels]
     return PrepareProgress(
         is_ready=is_ready,
@@ -88,11 +91,18 @@ def copy_progress(
     )
 
 
+def _is_settled(rounds: Sequence[Round], rounds_max: int) -> bool:
+    """Whether another round would not be much smaller."""
+    if len(rounds) < 2:
+        return len(rounds) >= rounds_max
+    return len(rounds) >= rounds_max or rounds[-1].rows * 2 >= rounds[-2].rows
+
+
 def _why_hopeless(rounds: Sequence[Round], rounds_max: int, pause_max_s: float) -> str | None:
     # One slow round may be the machine's mood.
     if len(rounds) < 2 or min(rounds[-1].seconds, rounds[-2].seconds) <= pause_max_s:
         return None
-    if len(rounds) < rounds_max and rounds[-1].rows * 2 <= rounds[-2].rows:
+    if not _is_settled(rounds, rounds_max):
         return None
     return (
         f"after {len(rounds)} rounds {rounds[-1].rows} rows still change per round, which would stop training for "

@@ -26,6 +26,7 @@ from typing import Any
 
 import numpy as np
 
+from shoal.actors.background import yield_to_training
 from shoal.actors.snapshot import RateLimiter
 from shoal.actors.wire import (
     HEADER_BYTES,
@@ -159,6 +160,7 @@ class TransferServer:
             threading.Thread(target=self._serve, args=(connection,), name="transfer-serve", daemon=True).start()
 
     def _serve(self, connection: socket.socket) -> None:
+        yield_to_training()
         try:
             with connection:
                 while self._serve_one(connection):

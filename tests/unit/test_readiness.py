@@ -15,6 +15,9 @@ from shoal.actors.readiness import blocks_needed, copy_progress
 TARGET = Member(rank=0, worker_id="t", host="h", share=1.0)
 
 
+SETTLED = [(900, 5.0), (10, 0.1), (10, 0.1)]
+
+
 @dataclasses.dataclass
 class Fake:
     """What is asked of a channel."""
@@ -44,11 +47,21 @@ def ask(*channels: Fake, others=(), rounds_max: int = 4, now_s: float = 100.0):
 def test_ready_once_all_is_in_sync_and_the_last_round_was_short_v2():
     assert ask().is_ready, "nothing moves from here"
     assert not ask(Fake([])).is_ready, "a base without a round is not known to be current"
-    assert ask(Fake([(900, 5.0), (10, 0.1)])).is_ready
-    assert not ask(Fake([(10, 0.1)]), Fake([(10, 0.1)], is_in_sync=False)).is_ready
-    assert not ask(Fake([(10, 0.1)]), others=[Fake([], is_in_sync=False)]).is_ready
-    made = ask(Fake([(10, 0.1)]), Fake([(5, 0.3)]))
+    assert ask(Fake(SETTLED)).is_ready
+    assert not ask(Fake(SETTLED), Fake(SETTLED, is_in_sync=False)).is_ready
+    assert not ask(Fake(SETTLED), others=[Fake([], is_in_sync=False)]).is_ready
+    made = ask(Fake(SETTLED), Fake([(5, 0.3)]))
     assert (made.rows_last_round, made.predicted_pause_s, made.bytes_moved) == (15, 0.3, 14)
+
+
+def test_not_ready_while_rounds_shrink_by_half_however_short_they_are_v2():
+    """The rows that changed while the bases travelled are many: they are not the cutover's."""
+    assert not ask(Fake([(900_000, 0.9)])).is_ready
+    assert not ask(Fake([(900_000, 0.9), (40_000, 0.1)])).is_ready
+    assert ask(Fake([(900_000, 0.9), (40_000, 0.1), (30_000, 0.1)])).is_ready
+    assert ask(Fake([(80, 0.1), (39, 0.1), (19, 0.1), (9, 0.1)])).is_ready, "rounds_max"
+    assert ask(Fake([(0, 0.1), (0, 0.1)])).is_ready
+    assert not ask(Fake(SETTLED), Fake([(9, 0.1)])).is_ready, "every channel"
 
 
 def test_hopeless_once_rounds_stop_shrinking_or_there_were_too_many_v2():
