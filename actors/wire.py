@@ -106,7 +106,7 @@ def encode(header: Header, meta: Mapping[str, Any], payload: Sequence[Any]) -> l
     num_bytes = sum(view.size for view in views)
     if num_bytes > MESSAGE_BYTES_MAX or len(text) > META_BYTES_MAX:
         raise ValueError(f"a message of {num_bytes} bytes (meta: {len(text)}) is above the limit; cut it")
-    whole = views[0] if len(views) == 1 else np.concatenate([np.empty(0, np.uint8), *views])
+    whole: Any = views[0] if len(views) == 1 else np.concatenate([np.empty(0, np.uint8), *views])
     header = dataclasses.replace(header, meta_bytes=len(text), payload_bytes=num_bytes)
     head = _pack(dataclasses.replace(header, crc=_crc(header, text, whole))) + text
     return [memoryview(head), *([memoryview(whole)] if num_bytes else [])]
@@ -202,10 +202,11 @@ def decode_sections(payload: np.ndarray, num_sections: int, tables: Sequence[Tab
     row_bytes = [record_type(table).itemsize for table in tables]
     found = []
     at, size, memory = 0, payload.size, payload.ctypes.data
+    data: Any = payload
     for _ in range(num_sections):
         if at + SECTION_BYTES > size:
             raise ProtocolError(f"{num_sections} sections do not fit a payload of {size} bytes")
-        table, block, num_rows, num_deleted, origin, total, checksum, is_last = _SECTION.unpack_from(payload, at)
+        table, block, num_rows, num_deleted, origin, total, checksum, is_last = _SECTION.unpack_from(data, at)
         at += SECTION_BYTES
         if not 0 <= table < len(tables) or not 0 <= block < tables[table].num_blocks:
             raise ProtocolError(f"a section names block {block} of table {table}")

@@ -120,6 +120,10 @@ class RowStore {
   // A slot whose stamp is below this must be saved before it is written; 0 when nothing keeps versions.
   uint32_t guard() const { return guard_; }
   void save(uint32_t table, uint32_t slot, std::byte* record, uint32_t thread);
+  // Where `save` puts records of the table for cuts; null without an open cut.
+  const ArenaLayer* newest_versions(uint32_t table) const {
+    return layers_.empty() ? nullptr : layers_.back()->arenas[tables_[table].arena].get();
+  }
   // Turn a reservation into a row.
   void create(const TableDesc& table, std::byte* record);
 
@@ -209,9 +213,13 @@ class RowUpdater {
         scalars_(scalars),
         thread_(thread),
         guard_(store.guard()),
+        versions_(store.newest_versions(table)),
         scratch_(new float[2 * size_t{table_.dim}]) {}
 
-  void prefetch(uint32_t slot) const { arena_.prefetch(slot); }
+  void prefetch(uint32_t slot) const {
+    arena_.prefetch(slot);
+    if (versions_ != nullptr) versions_->prefetch(slot);
+  }
 
   // One update with the summed gradient of the row, dim floats. DIM > 0 fixes the width at compile time.
   template <uint32_t DIM = 0>
@@ -242,6 +250,7 @@ class RowUpdater {
   const Arena& arena_;
   const StepScalars scalars_;
   const uint32_t thread_, guard_;
+  const ArenaLayer* versions_;
   std::unique_ptr<float[]> scratch_;
 };
 
