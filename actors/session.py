@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from shoal.actors.flow_meter import count_flows
+from shoal.actors.look_ahead import NO_FLAGS, EarlySteps, LookAhead, OpenStep, Routed, StepInput
 from shoal.actors.phases import PhaseClock
 from shoal.actors.sharded import ModelTables
 from shoal.kernels import faults
@@ -33,11 +34,9 @@ from shoal.kernels.exchange import Exchange, Headers, raise_for_status
 from shoal.kernels.frame import Flag, Kind, Status
 from shoal.kernels.jagged import KeyedJaggedTensor
 from shoal.kernels.plan import Lookup, StepPlan, squares_of
-from shoal.kernels.row_exchange import FlatRows, HierarchicalRows, RowExchange
+from shoal.kernels.row_exchange import FlatRows, HeldIds, HierarchicalRows, Riders, RowExchange, no_riders
 from shoal.kernels.rowstore import RowStore
 from shoal.kernels.vbe import expand_inverse_indices
-
-NO_FLAGS = Flag(0)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -136,6 +135,7 @@ class Session:
         self.clock = PhaseClock()
         self._dense_reducer: DenseReducer | None = None
         self._free: list[Lookup] = []
+        self._early = EarlySteps(exchange, self.rows, self._route_early, self._release)
         self._rounds: list[_Round] = []
         self._micro: _MicroBatch | None = None
         self._columns: dict[tuple[tuple[str, ...], bool, int | None], tuple[np.ndarray, frozenset[int]]] = {}
@@ -158,8 +158,9 @@ class Session:
             module.detach()
 
     def abandon(self) -> None:
-        """Forget the lookups of a step that will not end: its view is left."""
+        """Forget the lookups of a step that will not end, and of later ones: its view is left."""
         self._discard_rounds()
+        self._early.discard()
 
     # ---- a step ---------------------------------------------------------------------------------------------------
 
@@ -173,6 +174,7 @@ class Session:
         flags: Flag = NO_FLAGS,
         control: int = 0,
         error: BaseException | None = None,
+        ahead: LookAhead | None = None,
     ) -> StepHead:
         """Open step ``step`` with this rank's sparse features: after it every collection's output is at hand.
 
@@ -181,27 +183,55 @@ class Session:
             loss_weight: sum of this rank's sample weights.
             flags, control: this rank's wishes; all ranks see them (S3).
             error: this rank cannot take part properly (its feed failed): all ranks raise because of it.
+            ahead: opens later steps while this one is under way; all ranks give one, or none does.
 
         Raises: the same typed error on every rank if any rank has a bad id or an error, or if ranks disagree.
         """
         self._discard_rounds()
-        try:
-            kjt = expand_inverse_indices(kjt)
-        except DataError as problem:
-            # This rank takes part without samples and its error is raised on all ranks.
-            error = error or problem
-            kjt = KeyedJaggedTensor(keys=kjt.keys(), values=kjt.values()[:0], lengths=kjt.lengths()[:0], stride=0)
         self._step, self._is_training = step, is_training
         self.clock.start()
+        routed = self._early.take_routed(step, kjt) if is_training else None
+        if routed is None:
+            routed = self._route(StepInput(kjt, loss_weight, error=error))
+        self._rounds.append(_Round(routed.lookup, routed.given.kjt, routed.collections))
         kind = Kind.BATCH if is_training else Kind.EVALUATE
-        headers = self._run_lookup(kjt, None, kind, loss_weight, flags, error, control)
+        fields = {"flags": flags, "control": control, **routed.fields()}
+        sections = self.rows.sections(routed.lookup)
+        headers = self._open_header(kind, step, sections, **fields)
+        while Flag.WAIT in headers.flags:
+            headers = self._open_header(kind, step, sections, **fields)
+        if headers.statuses.any():
+            self._raise_for_status(headers, routed.given.error)
+        self._early.enter(step, headers.flags, ahead if is_training else None)
+        return self._take_rows(OpenStep(routed, headers, self.exchange.protected))
+
+    def is_open(self, step: int) -> bool:
+        """Whether ``step`` was opened while an earlier one was under way: ``resume`` goes on with it. Equal on all
+        ranks."""
+        return self._early.is_open(step)
+
+    def resume(self, step: int, ahead: LookAhead | None) -> StepHead:
+        """Go on with a step that is open: as ``begin``, with what the rank offered for it (``LookAhead``)."""
+        self._discard_rounds()
+        self._step, self._is_training = step, True
+        self.clock.start()
+        opened = self._early.take(step)
+        routed = opened.routed
+        self._rounds.append(_Round(routed.lookup, routed.given.kjt, routed.collections))
+        self._early.enter(step, opened.headers.flags, ahead)
+        return self._take_rows(opened)
+
+    def _take_rows(self, opened: OpenStep) -> StepHead:
+        """Ids, values and pooling of the step that is open; what all ranks know of it."""
+        headers = opened.headers
+        self._fetch(opened.routed, headers, self._early.rider, opened.ids)
         return StepHead(
-            step=step,
+            step=self._step,
             loss_weight=headers.denominator,
             num_samples=int(headers.numbers[0]),
             flags=headers.flags,
             control=int(headers.control.max()),
-            protected=self.exchange.protected,
+            protected=opened.protected,
         )
 
     def wait(self, step: int, *, is_training: bool) -> None:
@@ -270,28 +300,40 @@ class Session:
         for round_ in self._rounds:
             if round_.kjt is kjt and collection in round_.collections:
                 return self._of_collection(round_.outputs, collection)
-        self._run_lookup(kjt, collection, Kind.BATCH, 0.0, NO_FLAGS, None)
+        self._run_lookup(kjt, collection)
         return self._of_collection(self._rounds[-1].outputs, collection)
 
     def _of_collection(self, outputs: Sequence[Tensor], collection: int) -> list[Tensor]:
         return [t for spec, t in zip(self.plan.outputs, outputs) if spec.collection == collection]
 
-    def _run_lookup(
-        self,
-        kjt: KeyedJaggedTensor,
-        collection: int | None,
-        kind: Kind,
-        loss_weight: float,
-        flags: Flag,
-        error: BaseException | None,
-        control: int = 0,
-    ) -> Headers:
-        """Route, header, ids, values and pooling of one KeyedJaggedTensor for one collection, or (None) for all."""
-        lookup = self._free.pop() if self._free else self.plan.new_lookup()
+    def _run_lookup(self, kjt: KeyedJaggedTensor, collection: int) -> None:
+        """Route, header, ids, values and pooling of one more KeyedJaggedTensor, for one collection."""
         sequence = len(self._rounds)
+        routed = self._route(StepInput(kjt), collection)
+        self._rounds.append(_Round(routed.lookup, kjt, routed.collections))
+        headers = self.exchange.header(
+            Kind.BATCH,
+            self._step,
+            micro_batch=sequence,
+            sections=self.rows.sections(routed.lookup),
+            **routed.fields(),
+        )
+        if headers.statuses.any():
+            self._raise_for_status(headers, None)
+        self._fetch(routed, headers, no_riders, None)
+
+    def _route(self, given: StepInput, collection: int | None = None) -> Routed:
+        """Bring the ids of a KeyedJaggedTensor in order of their owners, for one collection, or (None) for all."""
+        kjt, error = given.kjt, given.error
+        if collection is None:
+            try:
+                kjt = expand_inverse_indices(kjt)
+            except DataError as problem:
+                # This rank takes part without samples and its error is raised on all ranks.
+                error = error or problem
+                kjt = KeyedJaggedTensor(keys=kjt.keys(), values=kjt.values()[:0], lengths=kjt.lengths()[:0], stride=0)
+        lookup = self._free.pop() if self._free else self.plan.new_lookup()
         columns, collections = self._key_columns(kjt, collection)
-        round_ = _Round(lookup, kjt, collections)
-        self._rounds.append(round_)
         status, detail = Status.OK, ""
         if error is not None:
             status, detail = Status.DATA, f"{type(error).__name__}: {error}"
@@ -305,26 +347,27 @@ class Session:
         )
         if route.status and error is None:
             status, detail = Status.BAD_ID, self._describe_bad_id(route)
-        if self._is_training:
-            self._counts[0] += route.num_dropped
-            self._counts[1] += route.num_remapped
         self.clock.mark("route")
-        sections = self.rows.sections(lookup)
-        fields = {"denominator": loss_weight, "numbers": (kjt.stride(),), "status": status, "detail": detail}
-        if sequence == 0:
-            headers = self._open_header(kind, self._step, sections, flags=flags, control=control, **fields)
-            while Flag.WAIT in headers.flags:
-                headers = self._open_header(kind, self._step, sections, flags=flags, control=control, **fields)
-        else:
-            headers = self.exchange.header(kind, self._step, micro_batch=sequence, sections=sections, **fields)
-        if headers.statuses.any():
-            self._raise_for_status(headers, error)
+        given = dataclasses.replace(given, kjt=kjt, error=error)
+        return Routed(given, lookup, collections, status, detail, (route.num_dropped, route.num_remapped))
+
+    def _route_early(self, given: StepInput) -> Routed | None:
+        """The same for a later step; None when it cannot be: that is said once the step begins."""
+        try:
+            return self._route(given)
+        except Exception:  # it comes again where it belongs
+            return None
+
+    def _fetch(self, routed: Routed, headers: Headers, riders: Riders, ids: HeldIds | None) -> None:
+        """Ids, values and pooling of the newest round; riders of its exchanges go with them."""
+        if self._is_training:
+            for index, count in enumerate(routed.counts):
+                self._counts[index] += count
         faults.reach("step.header_done")
-        sources = self.rows.fetch(lookup, self._step, headers, self.clock.mark)
+        sources = self.rows.fetch(routed.lookup, self._step, headers, self.clock.mark, riders, ids)
         faults.reach("step.values_done")
-        self._pool_outputs(round_, sources)
+        self._pool_outputs(self._rounds[-1], sources)
         self.clock.mark("pool")
-        return headers
 
     def bytes_sent(self) -> tuple[int, int]:
         """Bytes that this rank has sent so far in this view: (to ranks of its host, to other hosts)."""
@@ -402,21 +445,29 @@ class Session:
         out, in_ = (list(sizes) for sizes in zip(*map(self.rows.gradient_bytes, lookups)))
         out.append(reducer.out_bytes)
         in_.append(reducer.in_bytes)
+        rider = self._early.rider(Kind.GRADIENTS)
+        if rider is not None:
+            out.append(rider.out_bytes)
+            in_.append(rider.in_bytes)
         exchange = self.exchange.round(Kind.GRADIENTS, self._step, np.stack(out), np.stack(in_))
         for lookup, flat, addresses in zip(lookups, grads, exchange.send_addresses):
             self.rows.write_gradients(lookup, flat, addresses)
         self.clock.mark("segment_sum")
         if dense_grad is not None:
-            reducer.write(dense_grad, exchange.send_addresses[-1])
+            reducer.write(dense_grad, exchange.send_addresses[len(lookups)])
+        if rider is not None:
+            rider.write(exchange.send_addresses[-1])
         faults.reach("step.before_gradients")
         sources = exchange.run(status, timeout_s)
+        if rider is not None:
+            rider.read(sources[-1])
         faults.reach("step.gradients_done")
         self.clock.mark("B")
         bad = tuple(int(rank) for rank in np.nonzero(exchange.statuses == Status.NON_FINITE)[0])
         if len(bad) < np.count_nonzero(exchange.statuses):
             self._settle(exchange.statuses, status, error)
         if dense_grad is not None:
-            self._reduce_dense(reducer, dense_grad, sources[-1])
+            self._reduce_dense(reducer, dense_grad, sources[len(lookups)])
             # All ranks hold the same sums, so they see the same without asking each other.
             if not bad and not _all_finite([dense_grad]):
                 bad = tuple(range(self.exchange.identity.world_size))
@@ -532,10 +583,13 @@ class Session:
     def _discard_rounds(self) -> None:
         self._micro = None
         if self._rounds:
-            lookups = [round_.lookup for round_ in self._rounds]
-            self.plan.discard(lookups)
-            self._free.extend(lookups)
+            for round_ in self._rounds:
+                self._release(round_.lookup)
             self._rounds = []
+
+    def _release(self, lookup: Lookup) -> None:
+        self.plan.discard([lookup])
+        self._free.append(lookup)
 
     def _key_columns(self, kjt: KeyedJaggedTensor, collection: int | None) -> tuple[np.ndarray, frozenset[int]]:
         """(int32 [num features]: each feature's column of ``kjt``, -1 where it takes no part; collections that do).

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-import threading
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
@@ -25,6 +24,7 @@ from shoal.actors.messages import Progress, WorkerPhase
 from shoal.actors.phases import StepWindow
 from shoal.actors.precision import Precision, autocast, warn_if_slow
 from shoal.actors.session import NO_FLAGS, Session, StepHead, non_finite_error
+from shoal.actors.step_inputs import StepInputs
 from shoal.kernels import faults
 from shoal.kernels.batch import Batch
 from shoal.kernels.errors import ConfigError
@@ -64,6 +64,9 @@ class LoopSpec:
     precision: Precision = "fp32"
     #: Micro-batches of a step: the model runs on one after the other, rows are fetched and updated once.
     accumulation_steps: int = 1
+    #: Whether header and ids of later steps ride in the exchanges of the present one; None: where ranks are on several
+    #: hosts. The results are the same.
+    overlap: bool | None = None
     #: Steps of one evaluation; 0: there is no evaluation data.
     eval_steps: int = 0
     #: How long ranks wait for each other at a checkpoint: one may still be writing the previous one.
@@ -146,8 +149,11 @@ class Trainer:
         self._before_checkpoint = before_checkpoint
         self._on_checkpoint = on_checkpoint
         self._on_phase = on_phase
-        self._requested = Flag(0)
-        self._request_lock = threading.Lock()
+        self._inputs = StepInputs(
+            lambda step: self._next_batch(self.feed, step, is_training=True),
+            lambda step: self.feed.is_ready(step, 0.0),
+            self._is_boundary,
+        )
         self._has_metrics = True
         self._window = StepWindow()
         self.is_stopped = False
@@ -162,13 +168,7 @@ class Trainer:
 
     def request(self, flags: Flag) -> None:
         """Raise ``flags`` in the next header; all ranks act on them after that step (S3). Thread-safe."""
-        with self._request_lock:
-            self._requested |= flags
-
-    def _take_requests(self) -> Flag:
-        with self._request_lock:
-            flags, self._requested = self._requested, Flag(0)
-        return flags
+        self._inputs.request(flags)
 
     # ---- the loop -------------------------------------------------------------------------------------------------
 
@@ -205,6 +205,11 @@ class Trainer:
     def _is_logged(self, done: int) -> bool:
         return done % self.spec.log_every_steps == 0 or done == self.spec.total_steps
 
+    def _is_boundary(self, done: int) -> bool:
+        """Whether ranks meet for something else once ``done`` steps are applied; a pure function (S3)."""
+        every = (self.spec.checkpoint_every_steps, self.spec.eval_every_steps)
+        return done >= self.spec.total_steps or any(steps and done % steps == 0 for steps in every)
+
     def finish(self) -> dict[str, Any]:
         """The last checkpoint and evaluation; returns the summary of the run."""
         if (self.spec.checkpoint_at_end or self.is_stopped) and self.last_checkpoint != self.step:
@@ -225,6 +230,7 @@ class Trainer:
     def bind(self, session: Session) -> None:
         """Go on in another view, over ``session``."""
         self.session = session
+        self._inputs.forget()
         self._window.restart()
 
     def take_snapshot(self) -> TrainerSnapshot:
@@ -246,6 +252,7 @@ class Trainer:
         self.num_samples, self.skipped_steps = snapshot.num_samples, snapshot.skipped_steps
         self.last_checkpoint = snapshot.last_checkpoint
         self.is_stopped = False
+        self._inputs.forget()
         self._window.restart()
 
     def start_over(self, fresh: nn.Module) -> None:
@@ -255,6 +262,7 @@ class Trainer:
         self.step = self.num_samples = self.skipped_steps = 0
         self.last_checkpoint = -1
         self.is_stopped = False
+        self._inputs.forget()
         self._window.restart()
 
     # ---- one step -------------------------------------------------------------------------------------------------
@@ -264,21 +272,28 @@ class Trainer:
         clock, step = self.session.clock, self.step
         clock.take()
         sent = self.session.bytes_sent()
-        batch, error = self._next_batch(self.feed, step, is_training=True)
+        is_open = self.session.is_open(step)
+        self._inputs.wish(flags, control)
+        taken = self._inputs.resume(step) if is_open else self._inputs.begin(step)
+        batch, weights = taken.batch, taken.weights
         clock.mark("feed")
-        weights = _sample_weights(batch)
         torch.manual_seed(_mix(self.spec.seed, step, self.rank))
-        flags |= self._take_requests()
         faults.reach("step.begin")
-        head = self.session.begin(
-            step,
-            batch.sparse_features,
-            is_training=True,
-            loss_weight=float(weights.sum(dtype=torch.float64)),
-            flags=flags,
-            control=control,
-            error=error,
-        )
+        overlaps = self.session.exchange.crosses_hosts if self.spec.overlap is None else self.spec.overlap
+        ahead = self._inputs if overlaps else None
+        if is_open:
+            head = self.session.resume(step, ahead)
+        else:
+            head = self.session.begin(
+                step,
+                batch.sparse_features,
+                is_training=True,
+                loss_weight=taken.loss_weight,
+                flags=taken.flags,
+                control=taken.control,
+                error=taken.error,
+                ahead=ahead,
+            )
         results: list[_Result] = []
         is_finite, failure = self._forward_backward(batch, weights, head, results)
         if self._is_logged(step + 1):
@@ -486,10 +501,6 @@ def split_outputs(outputs: Any, num_samples: int) -> tuple[Tensor, Tensor | None
     if predictions is not None and tuple(predictions.shape) != (num_samples,):
         raise ConfigError(f"predictions have shape {tuple(predictions.shape)}; they must be ({num_samples},)")
     return losses, predictions
-
-
-def _sample_weights(batch: Batch) -> Tensor:
-    return torch.ones(len(batch)) if batch.weights is None else batch.weights
 
 
 def _blank_batch(session: Session) -> Batch:

@@ -201,7 +201,8 @@ class Exchange:
         self._has_detail = False
         self._open_round: Round | None = None
         self._is_across = np.array([rank not in transport.local_ranks for rank in range(identity.world_size)])
-        self._has_across = bool(self._is_across.any())
+        #: Whether ranks are on several hosts; equal on all ranks.
+        self.crosses_hosts = bool(self._is_across.any())
         self._no_sections = np.zeros((0, identity.world_size), np.int64)
         self._applied_of = np.empty(identity.world_size, np.int64)
         self.rebind(identity)
@@ -252,10 +253,48 @@ class Exchange:
         are wishes (``Flag``), ``control`` a free word, ``detail`` a sentence about a non-zero ``status``. Raises
         ProtocolError, the same on all ranks, when any field they must agree on differs.
         """
-        sections = self._no_sections if sections is None else np.ascontiguousarray(sections, np.int64)
+        sections = self._no_sections if sections is None else sections
+        assert self._open_round is None, "a round is open: its send memory would be lost"
+        self._sequence += 1
+        bases = self._transport.send_buffers(self._header_sizes)
+        self.write_header(
+            bases,
+            kind,
+            step,
+            sections,
+            micro_batch=micro_batch,
+            denominator=denominator,
+            numbers=numbers,
+            flags=flags,
+            control=control,
+            status=status,
+            detail=detail,
+        )
+        addresses = self._swap(self._transport, kind, step, self._header_sizes, self._header_sizes, timeout_s)
+        return self.read_header(addresses, kind, step, sections.shape[0])
+
+    def write_header(
+        self,
+        addresses: np.ndarray,
+        kind: Kind,
+        step: int,
+        sections: np.ndarray,
+        *,
+        micro_batch: int = 0,
+        denominator: float = 0.0,
+        numbers: Sequence[float] = (),
+        flags: int = 0,
+        control: int = 0,
+        status: int = Status.OK,
+        detail: str = "",
+    ) -> None:
+        """Write a header for each rank (int64 [W]); in a section of a round it is as good as in an exchange of its own.
+
+        Arguments as of ``header``; the section has HEADER_BYTES for every rank, this one included.
+        """
+        sections = np.ascontiguousarray(sections, np.int64)
         assert sections.shape[0] <= SECTIONS_MAX and sections.shape[1] == self.identity.world_size
         assert len(numbers) <= NUMBERS_MAX
-        self._sequence += 1
         # One packing of all varying fields: a numpy record costs a microsecond per field.
         _HEADER_FIXED.pack_into(
             self._header_bytes,
@@ -279,14 +318,15 @@ class Exchange:
         if detail or self._has_detail:
             self._header["detail"] = encode_detail(detail)
             self._has_detail = bool(detail)
-        assert self._open_round is None, "a round is open: its send memory would be lost"
-        bases = self._transport.send_buffers(self._header_sizes)
-        _shm.header_write(bases, self._header_bytes, SECTIONS_OFFSET, sections)
-        addresses = self._swap(self._transport, kind, step, self._header_sizes, self._header_sizes, timeout_s)
-        raw = np.empty((self.identity.world_size, HEADER_BYTES // 8), np.int64)
-        section_bytes = np.empty_like(sections)
+        _shm.header_write(np.ascontiguousarray(addresses), self._header_bytes, SECTIONS_OFFSET, sections)
+
+    def read_header(self, addresses: np.ndarray, kind: Kind, step: int, num_sections: int) -> Headers:
+        """The W headers received at ``addresses`` (int64 [W]). Raises as ``header`` does."""
+        world_size = self.identity.world_size
+        raw = np.empty((world_size, HEADER_BYTES // 8), np.int64)
+        section_bytes = np.empty((num_sections, world_size), np.int64)
         is_agreed, has_bad_sections, applied, acked, all_flags, total = _shm.header_read(
-            addresses, SECTION_BYTES_MAX, raw, section_bytes
+            np.ascontiguousarray(addresses), SECTION_BYTES_MAX, raw, section_bytes
         )
         records = raw.view(HEADER_DTYPE)[:, 0]
         if not is_agreed:
@@ -324,6 +364,11 @@ class Exchange:
 
     def transport_of(self, kind: Kind) -> Transport:
         return self._payload_transport if kind in PAYLOAD_KINDS else self._transport
+
+    @property
+    def has_payload_transport(self) -> bool:
+        """Whether rows and gradients take another transport than ids."""
+        return self._payload_transport is not self._transport
 
     def num_collectives(self) -> int:
         """Collectives of all kinds so far."""
@@ -387,7 +432,7 @@ class Exchange:
         count.num_collectives += 1
         count.bytes_sent += int(send_sizes.sum() - send_sizes[self.identity.rank])
         count.bytes_received += int(recv_sizes.sum() - recv_sizes[self.identity.rank])
-        if self._has_across:
+        if self.crosses_hosts:
             count.bytes_sent_across_hosts += int(send_sizes[self._is_across].sum())
             count.bytes_received_across_hosts += int(recv_sizes[self._is_across].sum())
         count.seconds += seconds

@@ -49,6 +49,7 @@ class Kind(enum.IntEnum):
     STATISTICS = 13
     NORM = 14
     AGREE = 15
+    CHANGED = 16
 
 
 class Status(enum.IntEnum):

@@ -16,6 +16,9 @@ of different sizes. Rows of owners on the same host go straight, in the rounds t
 Tables of the pooled flow go straight, in sections of their own of the rounds that all ranks share: no two ranks ask for
 the same partial sum, so there is nothing to merge. Their results are those of ``FlatRows``, bit for bit.
 
+Steps overlap (DESIGN 4) where rounds of one step carry a section of a later one: a ``Rider``. Only ``FlatRows`` does
+that.
+
 Gradients of a row are summed per host, then over hosts in the order of their lowest rank, wherever the row's owner is:
 at a fixed assignment of ranks to hosts placement does not change the result. From ``FlatRows`` it differs in rounding.
 """
@@ -30,11 +33,12 @@ from typing import Protocol
 import numpy as np
 from torch import Tensor
 
-from shoal.kernels import _core, faults
+from shoal.kernels import _core, _shm, faults  # type: ignore[attr-defined]
 from shoal.kernels.errors import ProtocolError
-from shoal.kernels.exchange import Exchange, Headers
+from shoal.kernels.exchange import Exchange, Headers, Round
 from shoal.kernels.frame import Kind
 from shoal.kernels.plan import Lookup, StepPlan
+from shoal.kernels.transport import ByteBuffer
 
 #: Takes the name of the phase that has just ended.
 Mark = Callable[[str], None]
@@ -46,8 +50,58 @@ def host_numbers(hosts: Sequence[str]) -> tuple[int, ...]:
     return tuple(numbers.setdefault(host, len(numbers)) for host in hosts)
 
 
+class Rider(Protocol):
+    """One more section of a round, of another step. Sizes are int64 [W]; so are the addresses given."""
+
+    out_bytes: np.ndarray
+    in_bytes: np.ndarray
+
+    def write(self, addresses: np.ndarray) -> None: ...
+
+    def read(self, addresses: np.ndarray) -> None:
+        """Take over what was received; it is overwritten later."""
+        ...
+
+
+#: What rides in the round of a kind that is opened now, if anything; all ranks decide alike.
+Riders = Callable[[Kind], "Rider | None"]
+
+
+def no_riders(kind: Kind) -> None:
+    return None
+
+
+class HeldIds:
+    """Rider: ids of a later step, kept in ``memory`` until that step begins.
+
+    Owners look rows up no earlier than that: the steps between may create and delete rows.
+    """
+
+    def __init__(self, lookup: Lookup, in_bytes: np.ndarray, memory: ByteBuffer) -> None:
+        self._lookup = lookup
+        self.out_bytes, self.in_bytes = lookup.id_bytes(), np.ascontiguousarray(in_bytes)
+        self._memory = memory
+        self.is_here = False
+        #: int64 [W]: where each rank's ids lie, once they are here.
+        self.addresses = np.zeros(len(in_bytes), np.int64)
+
+    def write(self, addresses: np.ndarray) -> None:
+        self._lookup.write_ids(addresses)
+
+    def read(self, addresses: np.ndarray) -> None:
+        ends = np.cumsum(_aligned(self.in_bytes))
+        offsets = ends - _aligned(self.in_bytes)
+        base = self._memory.reserve(int(ends[-1]))
+        _shm.gather_copy(np.ascontiguousarray(addresses), self.in_bytes, offsets, base)
+        self.addresses = offsets + base
+        self.is_here = True
+
+
 class RowExchange(Protocol):
     """The way of a lookup's sections; used by one thread, collectively, in the order fetch, collect, write."""
+
+    #: Whether ``fetch`` takes riders and ids that came before.
+    can_carry: bool
 
     #: Sections that ``sections`` announces.
     num_sections: int
@@ -56,8 +110,16 @@ class RowExchange(Protocol):
         """int64 [S, W]: what the step's header announces for a routed lookup."""
         ...
 
-    def fetch(self, lookup: Lookup, step: int, headers: Headers, mark: Mark) -> np.ndarray:
-        """Carry ids to their owners and rows back; int64 [W] addresses for ``Lookup.pool``.
+    def fetch(
+        self,
+        lookup: Lookup,
+        step: int,
+        headers: Headers,
+        mark: Mark,
+        riders: Riders = no_riders,
+        ids: HeldIds | None = None,
+    ) -> np.ndarray:
+        """Carry ids to their owners, unless they came before, and rows back; int64 [W] addresses for ``Lookup.pool``.
 
         Raises what exchanges raise, and ProtocolError naming a rank whose ids cannot be.
         """
@@ -103,6 +165,8 @@ class _Mirrors:
 class FlatRows:
     """Every rank talks to every owner."""
 
+    can_carry = True
+
     def __init__(self, exchange: Exchange, plan: StepPlan) -> None:
         self._exchange = exchange
         self._mirrors = _Mirrors(plan)
@@ -111,27 +175,60 @@ class FlatRows:
     def sections(self, lookup: Lookup) -> np.ndarray:
         return np.concatenate([lookup.id_bytes()[None, :], self._mirrors.sections()])
 
-    def fetch(self, lookup: Lookup, step: int, headers: Headers, mark: Mark) -> np.ndarray:
-        ids = self._exchange.round(Kind.IDS, step, lookup.id_bytes()[None, :], headers.section_bytes[:1])
-        lookup.write_ids(ids.send_addresses[0])
-        sources = ids.run()
+    def fetch(
+        self,
+        lookup: Lookup,
+        step: int,
+        headers: Headers,
+        mark: Mark,
+        riders: Riders = no_riders,
+        ids: HeldIds | None = None,
+    ) -> np.ndarray:
+        changed = headers.section_bytes[1:]
+        if ids is not None and ids.is_here:
+            sources = ids.addresses
+        else:
+            round_, rider = self._open(Kind.IDS, step, lookup.id_bytes()[None, :], headers.section_bytes[:1], riders)
+            lookup.write_ids(round_.send_addresses[0])
+            sources = self._run(round_, rider)[0]
         faults.reach("step.ids_done")
         mark("F")
-        lookup.resolve(sources[0], headers.section_bytes[0])
-        changed = headers.section_bytes[1:]
-        values = self._exchange.round(
+        lookup.resolve(sources, headers.section_bytes[0])
+        mine = self._mirrors.sections()
+        if ids is not None and self._mirrors.num_sections:
+            # When this step was announced, the steps before it had changed nothing yet.
+            changed = self._exchange.header(Kind.CHANGED, step, sections=mine).section_bytes
+        values, rider = self._open(
             Kind.VALUES,
             step,
-            np.concatenate([lookup.row_bytes_out()[None, :], self._mirrors.sections()]),
+            np.concatenate([lookup.row_bytes_out()[None, :], mine]),
             np.concatenate([lookup.row_bytes_in()[None, :], changed]),
+            riders,
         )
         lookup.write_rows(values.send_addresses[0])
-        self._mirrors.write(values.send_addresses[1:])
+        self._mirrors.write(values.send_addresses[1 : 1 + len(changed)])
         mark("gather")
-        sources = values.run()
-        self._mirrors.read(sources[1:], changed)
+        received = self._run(values, rider)
+        self._mirrors.read(received[1 : 1 + len(changed)], changed)
         mark("F")
-        return sources[0]
+        return received[0]
+
+    def _open(
+        self, kind: Kind, step: int, out: np.ndarray, into: np.ndarray, riders: Riders
+    ) -> tuple[Round, Rider | None]:
+        """A round with what rides in it, if anything, as its last section."""
+        rider = riders(kind)
+        if rider is not None:
+            out, into = np.vstack([out, rider.out_bytes]), np.vstack([into, rider.in_bytes])
+        return self._exchange.round(kind, step, out, into), rider
+
+    def _run(self, round_: Round, rider: Rider | None) -> np.ndarray:
+        if rider is not None:
+            rider.write(round_.send_addresses[-1])
+        received = round_.run()
+        if rider is not None:
+            rider.read(received[-1])
+        return received
 
     def collect(
         self, lookups: Sequence[Lookup], grads: Sequence[Sequence[Tensor]], step: int, timeout_s: float
@@ -207,6 +304,8 @@ class HierarchicalRows:
         plan: made with ``hosts``: the number of each rank's host.
     """
 
+    can_carry = False
+
     def __init__(self, exchange: Exchange, local: Exchange, plan: StepPlan) -> None:
         self._exchange, self.local, self._plan = exchange, local, plan
         self._mirrors = _Mirrors(plan)
@@ -235,7 +334,19 @@ class HierarchicalRows:
         """int64 [0 or 1, W]: bytes of ids of pooled tables for owners on other hosts."""
         return lookup.straight_id_bytes()[None, :][: self._num_straight]
 
-    def fetch(self, lookup: Lookup, step: int, headers: Headers, mark: Mark) -> np.ndarray:
+    def fetch(
+        self,
+        lookup: Lookup,
+        step: int,
+        headers: Headers,
+        mark: Mark,
+        riders: Riders = no_riders,
+        ids: HeldIds | None = None,
+    ) -> np.ndarray:
+        assert ids is None, "these rounds carry nothing of other steps"
+        return self._fetch(lookup, step, headers, mark)
+
+    def _fetch(self, lookup: Lookup, step: int, headers: Headers, mark: Mark) -> np.ndarray:
         ids = lookup.id_bytes()
         relay = self._request(lookup, ids, step, headers.section_bytes[1][self._locals])
         mark("F")

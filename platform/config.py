@@ -340,6 +340,10 @@ class JobConfig(Config):
         yield from secret_problems(self.to_dict())
         if self.train.eval_every_steps is not None and not self.data.eval:
             yield Problem("train.eval_every_steps", "is set but data.eval names no files to evaluate on")
+        for field, value in (("exchange", "hierarchical"), ("transport", "nccl")):
+            if self.train.overlap and getattr(self.scaling, field) == value:
+                why = f"is true, but scaling.{field} {value} runs one step after the other: leave it out"
+                yield Problem("train.overlap", why)
 
     @property
     def num_threads(self) -> int:

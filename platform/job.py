@@ -271,6 +271,7 @@ def make_plan(
             checkpoint_at_end=checkpoint.at_end,
             max_skipped_steps=config.train.max_skipped_steps,
             precision=config.train.precision,
+            overlap=config.train.overlap,
             clip_grad_norm=config.train.clip_grad_norm,
             accumulation_steps=config.train.gradient_accumulation_steps,
             eval_steps=0 if evaluation is None else evaluation.num_steps,

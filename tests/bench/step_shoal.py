@@ -5,8 +5,7 @@ Legend: B batch, F features, D width.
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -17,12 +16,14 @@ from torch import Tensor, nn
 from shoal.actors.dense import DenseOptimizerSpec, DenseReplica
 from shoal.actors.embedding import EmbeddingBagCollection, lazy_tables
 from shoal.actors.groups import GroupSpec, form, run_hash
+from shoal.actors.look_ahead import StepInput
 from shoal.actors.session import Session
 from shoal.actors.sharded import describe_model
 from shoal.jobs.models.dlrm import DLRM
 from shoal.jobs.workloads import IdWorkload
 from shoal.kernels.column_blocks import column_widths, cut_columns
 from shoal.kernels.exchange import Exchange, Identity
+from shoal.kernels.frame import Flag
 from shoal.kernels.jagged import KeyedJaggedTensor
 from shoal.kernels.plan import StepPlan
 from shoal.kernels.rowstore import RowStore
@@ -58,12 +59,29 @@ class ShippedDense(nn.Module):
         return self.loss(self.dlrm(dense_features, kjt).squeeze(-1), labels)
 
 
+class _Ahead:
+    """A LookAhead over batches in turn."""
+
+    def __init__(self, batches: Sequence[Raw]) -> None:
+        self._batches = batches
+        self.offered: dict[int, KeyedJaggedTensor] = {}
+
+    def may_follow(self, step: int, flags: Flag) -> bool:
+        return True
+
+    def offer(self, step: int) -> StepInput:
+        raw = self._batches[step % len(self._batches)]
+        kjt = KeyedJaggedTensor(keys=raw.keys, values=raw.values, lengths=raw.lengths)
+        self.offered[step] = kjt
+        return StepInput(kjt, float(len(raw.labels)))
+
+
 class ShoalRank:
     """One rank: model, store, plan, exchange and session; tables whole on the ranks in turn (table-wise), or the
     ``column_blocks`` of each.
 
     ``store_port`` is that of a TCPStore that all ranks can reach; ``epoch`` tells several sessions of a run apart.
-    ``optimizer_scope`` as in a job's config: TorchRec's is "shard".
+    ``optimizer_scope`` as in a job's config: TorchRec's is "shard". ``groups``: what the GroupSpec says beyond that.
     """
 
     def __init__(
@@ -77,6 +95,7 @@ class ShoalRank:
         *,
         column_blocks: int = 1,
         optimizer_scope: str = "table",
+        groups: Mapping[str, Any] | None = None,
     ) -> None:
         configs = [
             EmbeddingBagConfig(
@@ -97,9 +116,8 @@ class ShoalRank:
             return cut_columns(spec, widths, has_own_statistic=optimizer_scope == "shard")
 
         tables = describe_model(self.model, make_spec, {})
-        self._groups = form(
-            GroupSpec(run="bench", epoch=epoch, rank=rank, hosts=("h",) * world_size, store_port=store_port)
-        )
+        near = {"run": "bench", "rank": rank, "hosts": ("h",) * world_size, "store_port": store_port}
+        self._groups = form(GroupSpec(epoch=epoch, **(groups or near)))
         owners = [np.array([index % world_size], dtype=np.uint16) for index in range(len(tables.tables))]
         store = RowStore(tables.tables, num_threads=1, undo_steps=0)
         for index, owner in enumerate(owners):
@@ -123,15 +141,20 @@ class ShoalRank:
         self._step = 0
         self.phases: list[dict[str, float]] = []
 
-    def step_over(self, batches: Sequence[Raw]) -> Callable[[], Any]:
+    def step_over(self, batches: Sequence[Raw], *, overlap: bool = False) -> Callable[[], Any]:
         """A training step over the batches in turn, as the trainer does it, without feed and metrics."""
-        raws = itertools.cycle(batches)
+        ahead = _Ahead(batches) if overlap else None
 
         def step() -> None:
-            raw, session, dense = next(raws), self.session, self.dense
-            kjt = KeyedJaggedTensor(keys=raw.keys, values=raw.values, lengths=raw.lengths)
+            raw, session, dense = batches[self._step % len(batches)], self.session, self.dense
             session.clock.take()
-            head = session.begin(self._step, kjt, is_training=True, loss_weight=float(len(raw.labels)))
+            if ahead is not None and session.is_open(self._step):
+                kjt = ahead.offered.pop(self._step)
+                head = session.resume(self._step, ahead)
+            else:
+                kjt = KeyedJaggedTensor(keys=raw.keys, values=raw.values, lengths=raw.lengths)
+                weight = float(len(raw.labels))
+                head = session.begin(self._step, kjt, is_training=True, loss_weight=weight, ahead=ahead)
             session.clock.start()
             dense.zero_grad()
             loss = self.model(raw.dense, kjt, raw.labels).sum() / head.loss_weight

@@ -119,6 +119,26 @@ def test_micro_batches_equal_one_batch_in_as_many_collectives(num_workers, parts
     assert len({int(outcome.metrics["bins"].sum()) for outcome in outcomes[: len(parts)]}) == 1
 
 
+@pytest.mark.parametrize(("hosts", "transport"), [("aab", "auto"), ("aa", "gloo")])
+@pytest.mark.timeout(400)
+def test_overlap_changes_no_bit_over_processes(hosts, transport, source, tmp_path):
+    """DESIGN 4: two rounds a step instead of four, and the same rows, optimizer state, dense state and metrics."""
+    codecs = {"user": WireCodecs(flow=Flow.POOLED)}
+    specs = [
+        parity.worker_spec(
+            f"o{name}{overlap}", source, OPTIMIZERS[name], tmp_path, checkpoint_at_end=False, overlap=overlap
+        )
+        for name in ("rowwise_adagrad", "adam")
+        for overlap in (False, True)
+    ]
+    outcomes = worlds.run_world(len(hosts), specs, hosts=hosts, transport=transport, codecs=codecs)
+    for off, on in zip(outcomes[::2], outcomes[1::2]):
+        assert off.errors == on.errors == [None] * len(hosts)
+        assert off.rows == on.rows and off.rows["user"]
+        assert all((value == on.dense[name]).all() for name, value in off.dense.items())
+        assert all(bool((value == on.metrics[name]).all()) for name, value in off.metrics.items())
+
+
 CLIP = 0.05
 
 

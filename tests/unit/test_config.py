@@ -107,6 +107,10 @@ def test_wrong_type_names_field_value_and_what_is_allowed(build, words):
         ({"train": TrainConfig(sparse_optimizer=OptimizerConfig(betas=(0.9, 1.0)))}, ["betas", "< 1"]),
         ({"train": TrainConfig(schedule=ScheduleConfig(kind="cosine"))}, ["train.schedule.decay_steps", "cosine"]),
         ({"train": TrainConfig(eval_every_steps=5)}, ["train.eval_every_steps", "data.eval"]),
+        (
+            {"train": TrainConfig(overlap=True), "scaling": ScalingConfig(exchange="hierarchical")},
+            ["train.overlap", "scaling.exchange hierarchical", "leave it out"],
+        ),
         ({"scaling": ScalingConfig(transport="nccl")}, ["scaling.transport", "use_gpu"]),
         ({"scaling": ScalingConfig(resources_per_worker={"GPU": 1})}, ["scaling.use_gpu", "set it to true"]),
         ({"scaling": ScalingConfig(resources_per_worker={"memory": 1})}, ["memory_per_worker"]),
