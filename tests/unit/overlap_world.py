@@ -44,8 +44,11 @@ KEYS = ("a", "b", "c", "g", "s")
 
 
 class Model(nn.Module):
-    def __init__(self) -> None:
+    """``computes_ids``: the model looks up a KeyedJaggedTensor of its own, too."""
+
+    def __init__(self, *, computes_ids: bool) -> None:
         super().__init__()
+        self._computes_ids = computes_ids
         bags = [("user", ["a", "b"], 4), ("item", ["c"], 8), ("genre", ["g"], 3)]
         self.bags = EmbeddingBagCollection(
             [EmbeddingBagConfig(num_embeddings=NUM_ROWS, embedding_dim=d, name=n, feature_names=f) for n, f, d in bags]
@@ -55,7 +58,13 @@ class Model(nn.Module):
         self.over = nn.Linear(4 + 4 + 8 + 3 + 1 + 1, 1)
 
     def forward(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
-        bags = self.bags(batch.sparse_features).values()
+        ids = batch.sparse_features
+        bags = self.bags(ids).values()
+        if self._computes_ids:
+            other = KeyedJaggedTensor(
+                keys=ids.keys(), values=(ids.values() + 1) % NUM_ROWS, lengths=ids.lengths(), stride=ids.stride()
+            )
+            bags = bags + self.bags(other).values()
         words = self.words(batch.sparse_features)["s"]
         total = torch.zeros(len(batch), 4).index_add(
             0, torch.repeat_interleave(torch.arange(len(batch)), words.lengths()), words.values()
@@ -183,12 +192,13 @@ def train(
     *,
     trouble: Trouble = Trouble(),
     mirrored: tuple[int, ...] = (),
+    computes_ids: bool = False,
     body: Callable[[Rank, int, Callable[[int], Session]], None] = lambda rank, number, session: rank.trainer.run(),
 ) -> list[Rank]:
     """Every rank, after ``body(rank, number, session of an epoch)``; what it raises is kept."""
     switches = [Switch(world) for _ in range(3)]
     torch.manual_seed(3)
-    models = [Model() for _ in range(world)]
+    models = [Model(computes_ids=computes_ids) for _ in range(world)]
     for model in models:
         model.over.load_state_dict(models[0].over.state_dict())
 

@@ -46,6 +46,12 @@ def test_overlap_changes_no_bit(world, changes, mirrored):
     assert off[0].error is None and off[0].trainer.num_samples
 
 
+def test_a_model_that_computes_ids_of_its_own_gets_the_same_numbers():
+    """Its further lookups, and the header before the gradients, lie between the rounds that carry something."""
+    off, _ = both(2, BUSY, computes_ids=True)
+    assert off[0].error is None and off[0].counts()["DECIDE"] == STEPS
+
+
 @pytest.mark.parametrize("world", [1, 2])
 def test_a_step_takes_two_rounds_and_the_pipeline_two_more_to_fill(world):
     """S6: one cold start, as nothing interrupts the run."""
