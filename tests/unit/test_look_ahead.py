@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -20,6 +22,15 @@ PLAIN = LoopSpec(seed=1, total_steps=STEPS, log_every_steps=4, checkpoint_at_end
 BUSY = dataclasses.replace(
     PLAIN, eval_every_steps=5, eval_steps=2, checkpoint_every_steps=4, checkpoint_at_end=True, max_skipped_steps=5
 )
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Ranks are threads: those of torch would wait for each other's processors."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 def both(world: int, spec: LoopSpec, *, has_equal_records=True, **options) -> tuple[list[Rank], list[Rank]]:
