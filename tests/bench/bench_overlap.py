@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import sys
 import time
@@ -22,7 +23,8 @@ EXPECTATION = (
     "no netem) the two that are gone are 4 ms a step. Target: not slower."
 )
 HOSTS = (0, 1)
-ROUNDS, WARMUP, NUM_BATCHES = 30, 4, 16
+ROUNDS, WARMUP, NUM_BATCHES = 40, 4, 16
+BATCH_SIZES = (2048, 256)
 #: Case: Mbit/s between hosts (None: both ranks on one host), milliseconds added to every exchange.
 LINKS: dict[str, tuple[int | None, float]] = {
     "shared memory": (None, 0.0),
@@ -54,11 +56,14 @@ def run_rank(rank: int, names: list[str], port: int, meet: Any, results: Any) ->
     two_hosts.enter(names[HOSTS[rank]])
     torch.set_num_threads(1)
     far = two_hosts.group_options("bench-overlap", rank, HOSTS, port)
-    workload = workloads.dlrm_step()
-    batches = [step_torchrec.Raw(workload, 1000 * rank + index) for index in range(NUM_BATCHES)]
-    for link, (name, (rate, delay_ms)) in enumerate(LINKS.items()):
+    for number, (size, link) in enumerate(itertools.product(BATCH_SIZES, LINKS)):
+        rate, delay_ms = LINKS[link]
+        workload = workloads.dlrm_step(size)
+        batches = [step_torchrec.Raw(workload, 1000 * rank + index) for index in range(NUM_BATCHES)]
         groups = far if rate else {**far, "hosts": ("h", "h")}
-        off, on = (ShoalRank(ShippedDense, workload, rank, 2, port, 2 * link + side, groups=groups) for side in (0, 1))
+        off, on = (
+            ShoalRank(ShippedDense, workload, rank, 2, port, 2 * number + side, groups=groups) for side in (0, 1)
+        )
         meet.wait()
         if rank == 0 and rate:
             two_hosts.limit(names, rate)
@@ -67,7 +72,7 @@ def run_rank(rank: int, names: list[str], port: int, meet: Any, results: Any) ->
         sides = {"off": off.step_over(batches), "on": on.step_over(batches, overlap=True)}
         seconds = harness.alternate(sides, ROUNDS, warmup=WARMUP, before=meet.wait)
         taken = tuple(side.session.exchange.num_collectives() for side in (off, on))
-        results.put((name, rank, seconds, taken, workload.describe()))
+        results.put((f"batches of {size}, {link}", rank, seconds, taken, workload.describe()))
         off.close()
         on.close()
     meet.wait()
@@ -77,7 +82,7 @@ def main() -> list[dict[str, Any]]:
     """Run all cases and write results/overlap.json."""
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     found: dict[str, dict[int, Any]] = {}
-    for name, rank, *measured in two_hosts.run_on_hosts(HOSTS, run_rank, len(HOSTS) * len(LINKS)):
+    for name, rank, *measured in two_hosts.run_on_hosts(HOSTS, run_rank, len(HOSTS) * len(BATCH_SIZES) * len(LINKS)):
         found.setdefault(name, {})[rank] = measured
     cases = []
     for name, ranks in found.items():
