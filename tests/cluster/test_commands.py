@@ -131,16 +131,15 @@ def test_chaos_command_reports_every_promise_as_kept(local_ray, data, tmp_path, 
         data,
         tmp_path,
         train={"epochs": 100, "lr": 0.05, "max_steps": 90},
-        scaling={"num_workers": [1, 2], "elastic_resize_monitor_interval_s": 0.5},
         run={
             "name": "stirred",
-            "failure": {"on_loss": "shrink", "protect_every_steps": 3, "lease_s": 2.0},
+            "failure": {"protect_every_steps": 3, "lease_s": 2.0},
             "timeouts": {"op_timeout_s": 2.0},
         },
     )
     code = main(["chaos", str(job), "--seed", "13", "--out", str(tmp_path / "out"), "--json"])
     report = json.loads(capsys.readouterr().out)
     assert code == 0 and report["is_good"], report
-    promises = {verdict["promise"] for verdict in report["verdicts"]}
-    assert {"every fault of the schedule happened", "every sample counted exactly once"} <= promises
+    promises = " ".join(verdict["promise"] for verdict in report["verdicts"])
+    assert "every fault of the schedule happened" in promises and "bit for bit" in promises
     assert left_behind("stirred-chaos-13") == []
