@@ -54,6 +54,8 @@ class StepLog:
     def __init__(self, folder: str) -> None:
         self._file = os.open(Path(folder) / f"{os.getpid()}.steps", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         self.rank, self.world_size = -1, 0
+        #: The newest step whose batch has come, and the newest applied one; rates are also asked for steps never made.
+        self.got = self.applied = -1
 
     def add(self, kind: Kind, step: int) -> None:
         """Append one record, stamped now."""
@@ -123,6 +125,7 @@ class _LoggedFeed:
     def next_batch(self, step: int) -> Any:
         batch = self._feed.next_batch(step)
         self._log.add(Kind.GOT, step)
+        self._log.got = step
         if self._tempo.pause_s:
             time.sleep(self._tempo.pause_s)
         while step >= self._tempo.limit:
@@ -132,6 +135,7 @@ class _LoggedFeed:
     def reassign(self, assignment: Any, step: int) -> None:
         self._log.rank, self._log.world_size = assignment.rank, assignment.world_size
         self._log.add(Kind.MOVED, step)
+        self._log.got = self._log.applied = step - 1
         self._asked = -1
         self._feed.reassign(assignment, step)
 
@@ -149,6 +153,7 @@ class LoggedFeedMaker:
     def __call__(self, seat: Any) -> Any:
         log = process_log(self.folder)
         log.rank, log.world_size = seat.rank, seat.world_size
+        log.got = log.applied = seat.start_step - 1
         log.add(Kind.HELLO, seat.start_step)
         return _LoggedFeed(self.make(seat), log, Tempo(self.folder))
 
@@ -163,7 +168,9 @@ class _LoggedRates:
         return self._rates.tables(step)
 
     def dense(self, step: int) -> float:
-        self._log.add(Kind.APPLIED, step)
+        if self._log.applied < step <= self._log.got:
+            self._log.applied = step
+            self._log.add(Kind.APPLIED, step)
         return self._rates.dense(step)
 
 
