@@ -95,10 +95,11 @@ def update_reference(
             return w - (rate / (square_root(m) + eps)) * g, m
         case _:
             beta1, beta2 = torch.tensor(spec.beta1, dtype=f32), torch.tensor(spec.beta2, dtype=f32)
-            rate1 = torch.tensor(float(rate) / (1.0 - float(beta1) ** step), dtype=f32)
-            inverse2 = torch.tensor(1.0 / (1.0 - float(beta2) ** step), dtype=f32)
-            m = beta1 * state[:, :dim] + (1 - beta1) * g
-            v = beta2 * state[:, dim:] + ((1 - beta2) * g) * g
+            rest1, rest2 = torch.tensor(1.0 - spec.beta1, dtype=f32), torch.tensor(1.0 - spec.beta2, dtype=f32)
+            rate1 = torch.tensor(float(rate) / (1.0 - spec.beta1**step), dtype=f32)
+            inverse2 = torch.tensor(1.0 / (1.0 - spec.beta2**step), dtype=f32)
+            m = beta1 * state[:, :dim] + rest1 * g
+            v = beta2 * state[:, dim:] + (rest2 * g) * g
             return w - (rate1 * m) / (square_root(v * inverse2) + eps), torch.cat([m, v], dim=1)
 
 

@@ -139,18 +139,17 @@ def update_scalars(spec: OptimizerSpec, *, step: int, lr: float) -> np.ndarray:
     """The constants of a step as float32, each rounded where the native update rounds it."""
     rate, decay = np.float32(lr), np.float32(spec.weight_decay)
     beta1, beta2 = np.float32(spec.beta1), np.float32(spec.beta2)
-    one = np.float32(1)
     return np.array(
         [
             rate,
             rate * decay,
-            float(rate) / (1.0 - float(beta1) ** step),
-            1.0 / (1.0 - float(beta2) ** step),
+            float(rate) / (1.0 - spec.beta1**step),
+            1.0 / (1.0 - spec.beta2**step),
             spec.eps,
             beta1,
             beta2,
-            one - beta1,
-            one - beta2,
+            1.0 - spec.beta1,
+            1.0 - spec.beta2,
             decay,
         ],
         dtype=np.float32,

@@ -52,7 +52,7 @@ void bind_table(nb::module_& m) {
       .def(
           "__init__",
           [](TableDesc* self, const std::string& name, int64_t num_embeddings, uint32_t dim, int type, int optimizer,
-             int decay_mode, float eps, float beta1, float beta2, float weight_decay, float initial_accumulator,
+             int decay_mode, float eps, double beta1, double beta2, float weight_decay, float initial_accumulator,
              uint64_t seed, double init_min, double init_max, uint32_t log2_blocks, uint32_t first_column,
              uint32_t logical_dim) {
             new (self) TableDesc();

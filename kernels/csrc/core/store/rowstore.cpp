@@ -11,17 +11,17 @@ StepScalars make_scalars(const TableDesc& table, uint32_t step, float lr) {
   s.lr = lr;
   s.lr_decay = lr * table.weight_decay;
   s.eps = table.eps;
-  s.beta1 = table.beta1;
-  s.beta2 = table.beta2;
-  s.rest1 = 1.0f - table.beta1;
-  s.rest2 = 1.0f - table.beta2;
+  s.beta1 = static_cast<float>(table.beta1);
+  s.beta2 = static_cast<float>(table.beta2);
+  s.rest1 = static_cast<float>(1.0 - table.beta1);
+  s.rest2 = static_cast<float>(1.0 - table.beta2);
   s.weight_decay = table.weight_decay;
   s.decay_mode = table.weight_decay == 0.0f ? WeightDecayMode::NONE : table.decay_mode;
   s.step = step;
   if (table.optimizer == OptimizerKind::ADAM) {
     const double t = step;
-    s.adam_lr = static_cast<float>(double{lr} / (1.0 - std::pow(double{table.beta1}, t)));
-    s.adam_inverse = static_cast<float>(1.0 / (1.0 - std::pow(double{table.beta2}, t)));
+    s.adam_lr = static_cast<float>(double{lr} / (1.0 - std::pow(table.beta1, t)));
+    s.adam_inverse = static_cast<float>(1.0 / (1.0 - std::pow(table.beta2, t)));
   }
   return s;
 }

@@ -45,7 +45,8 @@ struct TableDesc {
   RowType type = RowType::F32;
   OptimizerKind optimizer = OptimizerKind::ROWWISE_ADAGRAD;
   WeightDecayMode decay_mode = WeightDecayMode::NONE;
-  float eps = 0, beta1 = 0, beta2 = 0, weight_decay = 0, initial_accumulator = 0;
+  float eps = 0, weight_decay = 0, initial_accumulator = 0;
+  double beta1 = 0, beta2 = 0;  // As given: 1 - beta loses four digits where beta is a float first.
   uint64_t seed = 0;
   InitRange init;
   uint32_t log2_blocks = 0;
