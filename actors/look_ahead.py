@@ -1,4 +1,4 @@
-"""Steps that are opened while an earlier one is under way (DESIGN 4): two rounds a step instead of four.
+"""Steps that are opened while an earlier one is under way: two rounds a step instead of four.
 
 With overlap the header of step s + 2 rides in the gradients of s, and the ids of s + 1 in the values of s; the pipeline
 is filled by the header of s + 1 in the ids of a step that was opened on its own. Invariants:
