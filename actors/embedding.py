@@ -213,6 +213,8 @@ class EmbeddingBagCollection(nn.Module):
                         per_sample_weights=jagged.weights() if self._is_weighted else None,
                     ).float()
                 )
+        if len(pooled) == 0:
+            pooled.append(torch.empty((features.stride(), 0), device=features.device()))
         return KeyedTensor(
             keys=self._embedding_names,
             values=_concat_pooled(pooled, inverse_rows),

@@ -50,11 +50,15 @@ def describe_model(
     features: list[FeatureSpec] = []
     collections: list[tuple[str, Collection]] = []
     owner: dict[str, str] = {}
+    has_collection = False
     for path, module in model.named_modules():
         if not isinstance(module, EmbeddingBagCollection | EmbeddingCollection):
             continue
+        has_collection = True
         is_pooled = isinstance(module, EmbeddingBagCollection)
         configs = module.embedding_bag_configs() if is_pooled else module.embedding_configs()
+        if not configs:
+            continue  # nothing to look up: it stays as it is
         for config in configs:
             if config.name in owner:
                 raise ConfigError(
@@ -78,7 +82,7 @@ def describe_model(
             )
             tables.extend(blocks)
         collections.append((path, module))
-    if not tables:
+    if not has_collection:
         raise ConfigError(
             "the model has no shoal EmbeddingBagCollection or EmbeddingCollection; "
             "plain nn.EmbeddingBag modules are dense parameters and are not sharded"

@@ -120,7 +120,13 @@ class _LoggedFeed:
         if step != self._asked:
             self._asked = step
             self._log.add(Kind.ASK, step)
-        return self._feed.is_ready(step, timeout_s)
+        # A batch beyond the limit is late: where steps overlap it is asked for while an earlier step is under way.
+        deadline_s = time.monotonic() + timeout_s
+        while step >= self._tempo.limit:
+            if time.monotonic() >= deadline_s:
+                return False
+            time.sleep(0.001)
+        return self._feed.is_ready(step, max(0.0, deadline_s - time.monotonic()))
 
     def next_batch(self, step: int) -> Any:
         batch = self._feed.next_batch(step)
@@ -128,8 +134,6 @@ class _LoggedFeed:
         self._log.got = step
         if self._tempo.pause_s:
             time.sleep(self._tempo.pause_s)
-        while step >= self._tempo.limit:
-            time.sleep(0.001)
         return batch
 
     def reassign(self, assignment: Any, step: int) -> None:

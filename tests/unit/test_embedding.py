@@ -1,9 +1,18 @@
 """EmbeddingBagCollection and EmbeddingCollection alone and attached; against TorchRec's where it is installed."""
 
+import sys
+from pathlib import Path
+
 import pytest
 import torch
+from torch import nn
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from session_ranks import build_ranks, on_ranks, trainer_of
 
 from shoal.actors.embedding import EmbeddingBagCollection, EmbeddingCollection, lazy_tables
+from shoal.kernels.batch import Batch
 from shoal.kernels.errors import ConfigError, DataError
 from shoal.kernels.jagged import JaggedTensor, KeyedJaggedTensor
 from shoal.kernels.rowstore import initial_rows
@@ -226,3 +235,39 @@ def test_sequences_need_one_width():
 def test_missing_feature_is_named():
     with pytest.raises(KeyError, match="no feature 'f1'; it has"):
         EmbeddingBagCollection(bag_tables())(batch(keys=["f2", "f3"]))
+
+
+class EmptyCollections(nn.Module):
+    """Collections without tables, beside one with a table, or alone."""
+
+    def __init__(self, num_tables: int) -> None:
+        super().__init__()
+        table = EmbeddingBagConfig(num_embeddings=20, embedding_dim=3, name="t", feature_names=["f1"])
+        self.bags = EmbeddingBagCollection([table][:num_tables])
+        self.no_bags, self.no_words = EmbeddingBagCollection([]), EmbeddingCollection([])
+        self.bias = nn.Parameter(torch.zeros(()))
+
+    def forward(self, batch: Batch) -> torch.Tensor:
+        assert self.no_words(batch.sparse_features) == {}
+        nothing = self.no_bags(batch.sparse_features)
+        assert nothing.keys() == [] and nothing.values().shape == (len(batch), 0)
+        return self.bags(batch.sparse_features).values().sum(dim=1) + self.bias
+
+
+@pytest.mark.parametrize("num_tables", [0, 1])
+def test_collections_without_tables_train_with_the_others(num_tables):
+    ranks = build_ranks("ab", lambda: EmptyCollections(num_tables), lambda c: table_spec(c, seed=1, num_blocks=2))
+
+    def train(rank):
+        sizes = (3, 0 if rank.rank else 2)
+        features = [KeyedJaggedTensor(keys=["f1"], values=torch.arange(n), lengths=torch.ones(n).int()) for n in sizes]
+        batches = [Batch(dense_features=torch.empty(n, 0), sparse_features=f, labels=torch.zeros(n))
+                   for n, f in zip(sizes, features)]  # fmt: skip
+        trainer = trainer_of(rank, batches)
+        for _ in batches:
+            trainer.train_step()
+        return rank.model.bias.item(), rank.store.num_rows()
+
+    (bias, rows), other = on_ranks(ranks, train)
+    # The loss of a sample has gradient 1 by the bias, and samples of a batch weigh 1 together: -0.1 per step.
+    assert (bias, other[0]) == (pytest.approx(-0.2), bias) and rows + other[1] == 3 * num_tables
