@@ -62,18 +62,20 @@ def test_message_is_lost_only_at_the_place_of_the_fault(tmp_path):
 
 
 def test_partition_holds_up_every_wire_of_the_process_and_nothing_else(tmp_path):
-    plan = schedule(tmp_path, Fault(point="wire.send", role="owner", action=Action.PARTITION, seconds=0.3))
+    plan = schedule(tmp_path, Fault(point="wire.send", role="owner", action=Action.PARTITION, seconds=0.6))
     faults.install(plan, "w0", {"owner"})
-    started = time.monotonic()
     thread = threading.Thread(target=faults.reach, args=("wire.send",))
     thread.start()
     while not faults.read_fired(plan):
         time.sleep(0.001)
     faults.reach("step.begin")
-    assert time.monotonic() - started < 0.3
-    faults.reach("wire.poll")
-    assert time.monotonic() - started >= 0.3
-    thread.join()
+    assert thread.is_alive(), "what is no wire passes while the others wait"
+    longest_s = 0.0
+    while thread.is_alive():  # the fault is told of before it begins, so the first passages may be free
+        began = time.monotonic()
+        faults.reach("wire.poll")
+        longest_s = max(longest_s, time.monotonic() - began)
+    assert longest_s > 0.2
 
 
 def test_brake_holds_until_released(tmp_path):
