@@ -79,17 +79,17 @@ def test_partition_holds_up_every_wire_of_the_process_and_nothing_else(tmp_path)
 
 
 def test_brake_holds_until_released(tmp_path):
-    plan = schedule(tmp_path, brake_s=0.05)
+    plan = schedule(tmp_path, brake_s=0.3)
     faults.install(plan, "w0", {"rank0"})
     started = time.monotonic()
     faults.reach("step.begin")
-    assert time.monotonic() - started >= 0.05
+    assert time.monotonic() - started >= 0.3
     faults.release(plan)
     faults.reach("step.begin")
     started = time.monotonic()
     for _ in range(100):
         faults.reach("step.begin")
-    assert time.monotonic() - started < 0.05
+    assert time.monotonic() - started < 0.3
 
 
 CHILD = """
