@@ -194,7 +194,7 @@ def test_abort_ends_a_wait_at_once(world):
 
 def test_paced_messages_keep_to_the_rate_and_others_do_not_wait(world):
     _, _, _, connect = world
-    limiter = RateLimiter(20e6)
+    limiter = RateLimiter(10e6)
     client = connect(limiter=limiter)
     data = np.zeros(4 * 2**20, np.uint8)
     began_s = time.monotonic()
