@@ -2,7 +2,7 @@
 # compiler; the others assume one of them ran. VENV and PYTHON may be overridden.
 PYTHON ?= python3
 VENV ?= .venv
-# How many processes run the tests.
+# How many processes run the tests that start none of their own.
 JOBS ?= 2
 BIN := $(VENV)/bin
 NAME ?=
@@ -41,7 +41,8 @@ quickstart: $(VENV)/.installed
 
 test: $(VENV)/.installed-dev
 	$(BIN)/ruff check .
-	$(BIN)/python -m pytest -n $(JOBS) --dist loadgroup tests
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile tests/unit tests/sim
+	$(BIN)/python -m pytest tests/multiproc tests/cluster tests/gpu
 
 # TorchRec's wheel names the CUDA build of fbgemm as a dependency, hence --no-deps (torchrec 1.8 pairs with torch 2.13).
 peers: $(VENV)/.installed-dev

@@ -26,16 +26,6 @@ hypothesis.settings.register_profile("ci", derandomize=True, print_blob=True)
 hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "default")
 
 
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """With several processes (``-n``) a file's tests stay together, and so do all that start Ray clusters: two of those
-    at once would be too many for two cores."""
-    if not config.pluginmanager.hasplugin("xdist"):
-        return
-    for item in items:
-        is_cluster = item.path.parent.name == "cluster"
-        item.add_marker(pytest.mark.xdist_group("cluster" if is_cluster else item.path.name))
-
-
 def _child_pids() -> set[int]:
     """Pids of the live descendants of this process (Linux; an empty set elsewhere)."""
     parents: dict[int, int] = {}
