@@ -19,16 +19,19 @@ from shoal.kernels.frame import Kind
 from shoal.kernels.transport import name_ranks
 
 
-def describe_difference(path: str, values: Sequence[str]) -> str:
-    """Who says what about ``path``: the value of each rank; those whose value is rarest (the later, if tied) first."""
+def rarest_first(values: Sequence[str]) -> list[tuple[str, list[int]]]:
+    """(value, its ranks); of values that are as rare, the one that comes up later is first."""
     ranks: dict[str, list[int]] = {}
     for rank, value in enumerate(values):
         ranks.setdefault(value, []).append(rank)
-    rarest_first = sorted(ranks.items(), key=lambda item: (len(item[1]), -item[1][0]))
-    says = "; ".join(
-        f"{name_ranks(who)} {'has' if len(who) == 1 else 'have'} {value}" for value, who in rarest_first[:4]
-    )
-    more = f"; and {len(ranks) - 4} other values" if len(ranks) > 4 else ""
+    return sorted(ranks.items(), key=lambda item: (len(item[1]), -item[1][0]))
+
+
+def describe_difference(path: str, values: Sequence[str]) -> str:
+    """Who says what about ``path``: the value of each rank, the rarest first."""
+    found = rarest_first(values)
+    says = "; ".join(f"{name_ranks(who)} {'has' if len(who) == 1 else 'have'} {value}" for value, who in found[:4])
+    more = f"; and {len(found) - 4} other values" if len(found) > 4 else ""
     return f"{path}: {says}{more}"
 
 
@@ -67,8 +70,7 @@ def agree(exchange: Exchange, step: int, hash_value: int, describe: Callable[[],
         f"the ranks do not agree before step {step}. {describe_difference(name, values)}. All ranks need the same job, "
         "code, model and library versions"
     )
-    rarest = min(values, key=lambda value: (values.count(value), -values.index(value)))
-    error.is_origin = values[exchange.identity.rank] == rarest
+    error.is_origin = exchange.identity.rank in rarest_first(values)[0][1]
     raise error
 
 

@@ -344,13 +344,10 @@ class HierarchicalRows:
         ids: HeldIds | None = None,
     ) -> np.ndarray:
         assert ids is None, "these rounds carry nothing of other steps"
-        return self._fetch(lookup, step, headers, mark)
-
-    def _fetch(self, lookup: Lookup, step: int, headers: Headers, mark: Mark) -> np.ndarray:
-        ids = lookup.id_bytes()
-        relay = self._request(lookup, ids, step, headers.section_bytes[1][self._locals])
+        id_bytes = lookup.id_bytes()
+        relay = self._request(lookup, id_bytes, step, headers.section_bytes[1][self._locals])
         mark("F")
-        out = np.where(self._is_near, ids, relay.id_bytes())[None, :]
+        out = np.where(self._is_near, id_bytes, relay.id_bytes())[None, :]
         merged = self._exchange.header(Kind.RELAY, step, sections=out)
         straight = headers.section_bytes[2 : 2 + self._num_straight]
         changed = headers.section_bytes[2 + self._num_straight :]
